@@ -1,7 +1,8 @@
 """Administration of a shared directory without a stack, while other processes may use it.
 
 A purge holds the sweep lock. It removes the namespace's holders from the ledger, deletes the namespace's files, its
-readable form at last, and then the directories that are empty.
+readable form at last, and then the directories that are empty. On a full disk it goes on without lock and ledger. Files
+that cannot be deleted are passed over, and named at the end.
 """
 
 from __future__ import annotations
@@ -10,15 +11,20 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 from tiered_kv.reasons import RecordStatus
-from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, Purged, RecordCheck, Verification
+from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, FOREIGN_NAMED_MAX, Purged, RecordCheck, Verification
 from tiered_kv.toolkit.claimed import walk
 from tiered_kv.toolkit.listed import Entry, ListedStorage
-from tiered_kv.toolkit.small_files import fields_of, opened, read_all, read_file
-from tiered_kv_fs.directory import (
+from tiered_kv.toolkit.small_files import fields_of, opened, read_all, read_file, words_of
+from tiered_kv_fs.allocation import occupied_bytes
+from tiered_kv_fs.directory import claimed, locked, reason_of, unlink_same
+from tiered_kv_fs.epoch import EpochFile
+from tiered_kv_fs.full_disk import without_room
+from tiered_kv_fs.ledger import DirectoryLedger
+from tiered_kv_fs.names import (
     BLOCK_PATH,
     EPOCH_NAME,
     NAMESPACE,
@@ -26,14 +32,7 @@ from tiered_kv_fs.directory import (
     NAMESPACE_PATH,
     SHARED_PATH,
     SWEEP_NAME,
-    claimed,
-    locked,
-    occupied_bytes,
-    reason_of,
-    unlink_same,
 )
-from tiered_kv_fs.epoch import EpochFile
-from tiered_kv_fs.ledger import DirectoryLedger
 from tiered_kv_fs.settings import FsSettings
 
 
@@ -57,18 +56,25 @@ class FsAdministration(ListedStorage):
         with self.opened("purge") as is_stored:
             if not is_stored or not os.path.isdir(root) or os.path.islink(root):
                 return Purged(0, 0)
-            with locked(f"{self._path}/{SWEEP_NAME}", deadline - time.monotonic()):
-                with ledger.locked() as state:
+            users: list[str] = []
+            unreadable: list[OSError] = []
+            with ExitStack() as held:
+                with without_room():  # even for an empty file: no survey can run, either
+                    held.enter_context(locked(f"{self._path}/{SWEEP_NAME}", deadline - time.monotonic()))
+                with without_room(), ledger.locked() as state:
                     users = [name for name, holder in state.holders.items() if holder.namespace == digest]
                     for name in users:  # a running one registers again; the others must not stay
                         del state.holders[name]
                     state.surveyed_s = 0.0  # only a survey can find out how much of their grants they have used
                 purged = self.delete_all(digest, deadline)
-                with ledger.locked() as state:
+                with without_room(), ledger.locked() as state:
                     state.take_off(purged.size_bytes or 0)
-                for directory, _, _ in os.walk(root, topdown=False):
+                for directory, _, _ in os.walk(root, topdown=False, onerror=unreadable.append):
                     with suppress(OSError):  # it is not empty
                         os.rmdir(directory)
+        if unreadable:
+            left = [f"{error.filename}: {words_of(error)}" for error in unreadable[:FOREIGN_NAMED_MAX]]
+            purged = replace(purged, left=(*purged.left, *left))
         note = f"stacks that use this namespace, or ended a moment ago: {len(users)}; an open one may store in it again"
         return replace(purged, notes=(note,) if users else ())
 
@@ -86,9 +92,13 @@ class FsAdministration(ListedStorage):
         return EpochFile(f"{self._path}/{digest}", lambda: None)
 
     def delete(self, entries: Sequence[Entry]) -> dict[int, str]:
-        for each in entries:
-            unlink_same(each.name, each.where)
-        return {}
+        refused = {}
+        for at, each in enumerate(entries):
+            try:
+                unlink_same(each.name, each.where)
+            except OSError as error:  # immutable, or in another user's directory: the others go
+                refused[at] = words_of(error)
+        return refused
 
     def describe(self, digest: str, deadline: float) -> object:
         return fields_of(read_file(f"{self._path}/{digest}/{NAMESPACE_NAME}", DESCRIPTION_BYTES_MAX)).get("namespace")

@@ -25,22 +25,14 @@ from tiered_kv.toolkit.record import (
     record_bytes_max,
 )
 from tiered_kv.toolkit.small_files import FirstFailures, opened, read_all, remove, write_all
-from tiered_kv_fs.directory import (
-    ALLOCATION_BYTES,
-    block_path,
-    make_directory,
-    reason_of,
-    round_up,
-    temporary_path,
-    unlink_same,
-)
+from tiered_kv_fs.allocation import Allocation
+from tiered_kv_fs.directory import make_directory, reason_of, unlink_same
+from tiered_kv_fs.names import block_path, temporary_path
 
 _log = logging.getLogger("tiered_kv.fs")
 
 TOUCH_INTERVAL_S: Final = 60.0
 """How often the use of a block is written to its file, at most: each write is a call to the server."""
-
-_ENTRY_BYTES: Final = 512  # growth of a directory by one entry, at most
 
 
 @dataclass(slots=True)
@@ -48,6 +40,7 @@ class Moved:
     done: list[OffloadKey]
     reason: str = ""  # why the others failed; the last reason if there were several
     used_bytes: int = 0  # of the grant, filled
+    yields: int = 0  # how often old blocks were deleted, because the disk is full
 
 
 @dataclass(eq=False)
@@ -61,6 +54,8 @@ class BlockFiles:
     codecs: CodecSet
     counters: Counters
     is_granted: Callable[[], bool]  # whether the grant in use is still valid
+    give_way: Callable[[int, int, int], bool]  # see `Keeper.give_way`
+    allocation: Allocation
     private: bool  # whether files of other users are ignored
 
     def __post_init__(self) -> None:
@@ -68,6 +63,7 @@ class BlockFiles:
         self._room = ThreadBuffer()  # for payloads that are not the blocks themselves
         self._unreadable: Unreadable[str] = Unreadable()  # by path
         self._failures = FirstFailures(_log, self.namespace_path)
+        self.newest_path = ""  # of the block that was stored last; any thread may read it
 
     def store(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
         """Write the blocks that are missing, or that this process cannot read.
@@ -77,17 +73,34 @@ class BlockFiles:
         moved = Moved([])
         # Backwards: the head of a prefix becomes the newest and is evicted last. Without it the tail is worthless.
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
-            try:
-                reason = self._store_one(self._path_of(epoch, key), key, block, moved, deadline)
-            except OSError as error:
-                reason = reason_of(error)
-                self._failures.note("writing blocks", error)
+            path = self._path_of(epoch, key)
+            reason = self._try_to_store(path, key, block, moved, deadline)
+            while reason == "no_space" and self._has_given_way(moved, len(keys) - len(moved.done), deadline):
+                reason = self._try_to_store(path, key, block, moved, deadline)
             if reason:
                 moved.reason = reason
-                self.counters.add("failed_calls_total", reason)
             else:
                 moved.done.append(key)
         return moved
+
+    def _try_to_store(self, path: str, key: OffloadKey, block: memoryview, moved: Moved, deadline: float) -> str:
+        try:
+            reason = self._store_one(path, key, block, moved, deadline)
+        except OSError as error:
+            reason = reason_of(error)
+            self._failures.note("writing blocks", error)
+        if reason:
+            self.counters.add("failed_calls_total", reason)
+        return reason
+
+    def _has_given_way(self, moved: Moved, blocks: int, deadline: float) -> bool:
+        """Let old blocks make room on a full disk for `blocks` of them, and for as many of the next call."""
+        if time.monotonic() >= deadline:
+            return False
+        wanted_files = 2 * (blocks + 2)  # an epoch's and a shard's directory take an inode, too
+        wanted_bytes = 2 * blocks * self.allocation.room_bytes(self.block_bytes)
+        moved.yields += 1
+        return self.give_way(wanted_bytes, wanted_files, moved.yields - 1)
 
     def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
         """Read blocks into place and verify them; no read begins after the deadline.
@@ -164,23 +177,39 @@ class BlockFiles:
         if time.monotonic() >= deadline:
             return "expired"
         temporary = temporary_path(path, self.owner)
-        charge_bytes = round_up(sum(map(len, parts))) + _ENTRY_BYTES
+        size_bytes = sum(map(len, parts))
+        learns = not moved.used_bytes  # of each call one file tells: on a network file system it is a round trip
         try:
             try:
-                _write(temporary, parts)
+                self._write(temporary, parts, learns)
             except FileNotFoundError:
-                moved.used_bytes += _make_above(temporary)
-                _write(temporary, parts)
+                moved.used_bytes += self._make_above(temporary)
+                self._write(temporary, parts, learns)
             if not self.is_granted():  # this process was stopped: others may have the grant by now
                 raise TimeoutError(None, "the grant has lapsed")
             os.replace(temporary, path)
         except OSError:
             if not remove(temporary) and os.path.lexists(temporary):
-                moved.used_bytes += charge_bytes
+                moved.used_bytes += self.allocation.charge_bytes(size_bytes)
             raise
-        moved.used_bytes += charge_bytes
+        moved.used_bytes += self.allocation.charge_bytes(size_bytes)
+        self.newest_path = path
         self._unreadable.forget((path,))
         return ""
+
+    def _write(self, path: str, parts: Sequence[bytes | memoryview], learns: bool) -> None:
+        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
+            write_all(fd, parts)  # a network file system may report a full disk only when it is closed
+            if learns:
+                self.allocation.learn(os.fstat(fd))
+
+    def _make_above(self, path: str) -> int:
+        """Make the directories of a file's epoch and shard; return what the new ones occupy.
+
+        Raises `FileNotFoundError`: the namespace's directory is missing. The keeper makes it, and checks its owner.
+        """
+        shard = os.path.dirname(path)
+        return sum(self.allocation.unit_bytes for each in (os.path.dirname(shard), shard) if make_directory(each))
 
     def _load_one(self, path: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
         """Read one block; return why that failed, or an empty string."""
@@ -223,26 +252,6 @@ class BlockFiles:
         if read_all(fd, [header, payload]) != size_bytes:
             return RecordStatus.TRUNCATED
         return decode_record(header, payload, key, block, self.namespace_digest, self.codecs)
-
-
-def room_bytes_of(stored_bytes: int) -> int:
-    """Return the bytes that storing a block of `stored_bytes` may occupy: its record, and a directory for it."""
-    return round_up(HEADER_BYTES + stored_bytes) + _ENTRY_BYTES + ALLOCATION_BYTES
-
-
-def _write(path: str, parts: Sequence[bytes | memoryview]) -> None:
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-        write_all(fd, parts)  # a network file system may report a full disk only here
-
-
-def _make_above(path: str) -> int:
-    """Make the directories of a file's epoch and shard; return what a new shard's directory occupies.
-
-    Raises `FileNotFoundError`: the namespace's directory is missing. The keeper makes it, and checks its owner.
-    """
-    shard = os.path.dirname(path)
-    make_directory(os.path.dirname(shard))
-    return ALLOCATION_BYTES if make_directory(shard) else 0
 
 
 def _is_due(status: os.stat_result, interval_s: float = TOUCH_INTERVAL_S) -> bool:

@@ -1,4 +1,4 @@
-"""The shared directory: its names, the calls to its file system, and its opening for one namespace.
+"""The shared directory: the calls to its file system, and its opening for one namespace.
 
     tiered-kv-fs.json                 the format version
     lock                              flock(2) while the ledger is read and written
@@ -19,27 +19,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
-import itertools
 import os
-import re
-import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
-from tiered_kv.base import OffloadKey
 from tiered_kv.permissions import DIRECTORY_MODE, check_directory, open_directory
-from tiered_kv.toolkit.claimed import (
-    LOST_AND_FOUND,
-    TEMPORARY,
-    ClaimedDirectory,
-    Identity,
-    absolute,
-    refuse_other_device,
-)
+from tiered_kv.toolkit.claimed import ClaimedDirectory, Identity, absolute, refuse_other_device
 from tiered_kv.toolkit.small_files import (
     SMALL_FILE_BYTES_MAX,
     as_text,
@@ -49,39 +38,11 @@ from tiered_kv.toolkit.small_files import (
     read_file,
     replace_file,
 )
+from tiered_kv_fs.allocation import Allocation
+from tiered_kv_fs.full_disk import with_room
+from tiered_kv_fs.names import LEDGER_NAME, LOCK_NAME, MARKER_NAME, NAMESPACE_NAME, SWEEP_NAME
 
 FORMAT_VERSION: Final = 1
-
-MARKER_NAME: Final = "tiered-kv-fs.json"
-LOCK_NAME: Final = "lock"
-LEDGER_NAME: Final = "ledger"
-SWEEP_NAME: Final = "sweep"
-NAMESPACE_NAME: Final = "namespace.json"
-EPOCH_NAME: Final = "epoch"
-
-BLOCK: Final = re.compile(r"[0-9a-f]{32}")
-TEMPORARY_BLOCK: Final = re.compile(r"\.[0-9a-f]{32}\.(?P<owner>[0-9a-f]{16})\.[0-9a-f]+\.tmp")
-
-# Paths below the shared directory.
-NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
-SHARED_PATH: Final = re.compile(
-    "|".join((*map(re.escape, (MARKER_NAME, LOCK_NAME, LEDGER_NAME, SWEEP_NAME, LOST_AND_FOUND)), TEMPORARY.pattern))
-)
-"""The tier's files beside the namespaces' directories, and the file system's own."""
-
-# Paths below a namespace's directory.
-EPOCH: Final = re.compile(r"[0-9a-f]{16}")
-_SHARD: Final = f"{EPOCH.pattern}/[0-9a-f]{{2}}"
-BLOCK_PATH: Final = re.compile(f"{_SHARD}/{BLOCK.pattern}")
-TEMPORARY_PATH: Final = re.compile(f"{_SHARD}/{TEMPORARY_BLOCK.pattern}")
-NAMESPACE_PATH: Final = re.compile(
-    rf"namespace\.json|epoch|{TEMPORARY.pattern}|{EPOCH.pattern}|{_SHARD}|{BLOCK_PATH.pattern}|{TEMPORARY_PATH.pattern}"
-)
-"""Every path that the tier makes there."""
-
-_numbers = itertools.count()
-
-ALLOCATION_BYTES: Final = 4096
 
 _REASONS: Final = {
     errno.ENOENT: "missing",
@@ -97,21 +58,6 @@ _REASONS: Final = {
     errno.ENOTDIR: "not_a_file",
 }
 _LOCK_POLL_S: Final = 0.01
-
-
-def block_path(key: OffloadKey, namespace_digest: bytes) -> str:
-    """Return a block's path in its epoch's directory.
-
-    BLAKE2b, while the record inside has an XXH3 of the same key: keys that collide in one do not collide in both.
-    """
-    name = hashlib.blake2b(key, digest_size=16, key=namespace_digest).hexdigest()
-    return f"{name[:2]}/{name}"
-
-
-def temporary_path(path: str, owner: str) -> str:
-    """Return a path where `owner` writes a block first; another one with each call."""
-    shard, _, name = path.rpartition("/")
-    return f"{shard}/.{name}.{owner}.{next(_numbers):x}.tmp"
 
 
 def claimed(path: str, tier: str, *, private: bool, required_mount: str | None = None) -> ClaimedDirectory:
@@ -140,6 +86,7 @@ class Directory:
         required_mount: str | None = None,
     ) -> None:
         self.claimed = claimed(path, tier, private=private, required_mount=required_mount)
+        self.allocation = Allocation()
         self.description: dict[str, object] = {}
         """What `tiered-kv check` shows of where the directory is."""
         self._identity = identity
@@ -171,17 +118,24 @@ class Directory:
             if self._place == place and os.path.isdir(self.namespace_path):
                 claimed = replace(claimed, own_names=frozenset(os.listdir(fd)))
             claimed.check(fd)
-            claimed.mark(fd, {"tier": "fs"})
+            with_room(self.path, partial(claimed.mark, fd, {"tier": "fs"}))
         finally:
             os.close(fd)
         self._place = place
         # If the directory is removed while it is open, a keeper may make these anew before the marker.
         self.claimed = replace(self.claimed, own_names=frozenset({LOCK_NAME, LEDGER_NAME, SWEEP_NAME}))
-        self._make_namespace()
+        with_room(self.path, self._make_namespace)
+        for path in self._marks:  # a file of a few bytes takes what the file system allocates at once
+            with suppress(FileNotFoundError):
+                self.allocation.learn(os.lstat(path))
+
+    @property
+    def _marks(self) -> tuple[str, str]:
+        return f"{self.path}/{MARKER_NAME}", f"{self.namespace_path}/{NAMESPACE_NAME}"
 
     def is_marked(self) -> bool:
         """Return whether the marker and the readable form are there: cleaners and purges delete them."""
-        return all(map(os.path.lexists, (f"{self.path}/{MARKER_NAME}", f"{self.namespace_path}/{NAMESPACE_NAME}")))
+        return all(map(os.path.lexists, self._marks))
 
     def _make_namespace(self) -> None:
         make_directory(self.namespace_path)
@@ -208,15 +162,6 @@ def reason_of(error: OSError) -> str:
     return "timeout" if isinstance(error, TimeoutError) else _REASONS.get(error.errno or 0, "io_error")
 
 
-def round_up(size_bytes: int) -> int:
-    return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
-
-
-def occupied_bytes(status: os.stat_result) -> int:
-    """Return the space of an entry, also if the file system has not allocated it yet."""
-    return max(status.st_blocks * 512, round_up(status.st_size) if stat.S_ISREG(status.st_mode) else 0)
-
-
 @contextmanager
 def locked(path: str, timeout_s: float) -> Iterator[float]:
     """Hold the lock of the file at `path`, which is made if it is missing; yield the file server's time.
@@ -228,8 +173,10 @@ def locked(path: str, timeout_s: float) -> Iterator[float]:
         OSError: The file system refuses, or has no locks.
     """
     deadline = time.monotonic() + timeout_s
+    root = os.path.dirname(path)
     while True:
-        with opened(path, os.O_RDWR | os.O_CREAT) as fd:
+        with ExitStack() as held:
+            fd = with_room(root, lambda: held.enter_context(opened(path, os.O_RDWR | os.O_CREAT)))
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -237,13 +184,13 @@ def locked(path: str, timeout_s: float) -> Iterator[float]:
             else:
                 try:
                     if has_name(path, fd):
-                        os.utime(fd)
+                        with_room(root, partial(os.utime, fd))
                         yield os.fstat(fd).st_mtime
                         return
                 finally:  # closing is not enough: a child that was forked meanwhile holds the lock too
                     fcntl.flock(fd, fcntl.LOCK_UN)
         if time.monotonic() >= deadline:
-            raise TimeoutError(None, f"{path} was locked by others for {timeout_s:g} s")
+            raise TimeoutError(f"{path} was locked by other processes for {timeout_s:g} s")
         time.sleep(_LOCK_POLL_S)
 
 

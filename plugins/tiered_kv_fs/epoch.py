@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX
 from tiered_kv.toolkit.small_files import read_file, replace_file
-from tiered_kv_fs.directory import EPOCH_NAME
+from tiered_kv_fs.full_disk import with_room
+from tiered_kv_fs.names import EPOCH_NAME
 
 
 class EpochFile:
     """An `EpochStore`. A call to a file system that hangs exceeds its deadline: nothing can end it."""
 
     def __init__(self, namespace_path: str, make_directory: Callable[[], None]) -> None:
+        self._root = os.path.dirname(namespace_path)
         self._path = f"{namespace_path}/{EPOCH_NAME}"
         self._make_directory = make_directory
 
@@ -24,11 +27,11 @@ class EpochFile:
 
     def create(self, data: bytes, deadline: float) -> None:
         self._make_directory()
-        replace_file(self._path, data, only_new=True)
+        with_room(self._root, partial(replace_file, self._path, data, only_new=True))
 
     def write(self, data: bytes, deadline: float) -> None:
         self._make_directory()
-        replace_file(self._path, data)
+        with_room(self._root, partial(replace_file, self._path, data))
 
     def remove(self, deadline: float) -> None:
         with suppress(FileNotFoundError):

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -22,8 +23,6 @@ from tiered_kv_fs.sweeper import DirectorySweeper, Sweep
 
 _log = logging.getLogger("tiered_kv.fs")
 
-OPENING_BYTES: Final = 64 << 10
-"""Bytes for the small files of each opening. As many bytes of the capacity are never granted."""
 _TICK_S: Final = 5.0
 _IDLE_TICKS: Final = 2
 _BUSY_PAUSE_S: Final = 0.05
@@ -56,14 +55,16 @@ class Keeper:
     call: Callable[..., Awaitable[Any]]  # runs a function that may wait on a thread. Any: its result
     capacity_bytes: int  # what the directory may occupy
     grant_bytes: int  # of one request to the ledger; less on a small disk
-    grant_bytes_min: int  # for a part of a job
+    part_bytes: Callable[[], int]  # what a part of a job may take, as far as known
     room_timeout_s: float  # how long a store waits for room
     on_age: Callable[[float], None]  # as `DirectorySweeper.on_age`; runs on a thread
 
     def __post_init__(self) -> None:
         self.owner = secrets.token_hex(8)  # this tier's name in the ledger
-        self._usable_bytes = self.capacity_bytes - OPENING_BYTES
+        self._allocation = self.directory.allocation
+        self._usable_bytes = self.capacity_bytes - self._allocation.opening_bytes
         self._grant_bytes_max = self.grant_bytes
+        self.newest_path = ""  # of a block that was stored
         self._measure_after_s = 0.0
         self._ledger = DirectoryLedger(self.directory.path)
         self._sweeper = DirectorySweeper(self.directory, self._ledger, self._usable_bytes, self.counters, self.on_age)
@@ -93,6 +94,10 @@ class Keeper:
     def is_granted(self) -> bool:
         """Return whether the grants are still valid. Any thread."""
         return time.monotonic() < self._valid_until_s
+
+    def give_way(self, wanted_bytes: int, wanted_files: int, attempt: int) -> bool:
+        """Let old blocks make room on a full disk; return whether a store may be tried again. A worker's thread."""
+        return not self._is_closing and self._sweeper.give_way(wanted_bytes, wanted_files, attempt)
 
     # The event loop.
 
@@ -125,8 +130,13 @@ class Keeper:
             self._is_asked.set()
         return ""
 
+    def measure_again(self) -> None:
+        """Look at the disk now: it was full."""
+        self._measure_after_s = 0.0
+        self._is_asked.set()
+
     def settle(self, taken_bytes: int, used_bytes: int) -> None:
-        """End a store that reserved `taken_bytes` and filled `used_bytes` of them."""
+        """End a store that reserved `taken_bytes` and filled `used_bytes`: more, if the allocation unit has grown."""
         self._in_flight_bytes -= taken_bytes
         self._free_bytes += taken_bytes - used_bytes
 
@@ -179,7 +189,7 @@ class Keeper:
 
     async def _renew(self) -> None:
         is_idle = self._idle_ticks >= _IDLE_TICKS and not self._waiting
-        returned_bytes = self._free_bytes if is_idle else 0
+        returned_bytes = self._free_bytes if is_idle or self._free_bytes < 0 else 0  # less than none: it owes some
         self._free_bytes -= returned_bytes
         free_bytes = self._free_bytes
         needs_grant = free_bytes < (self._waiting[0] if self._waiting else self.grant_bytes // 2)
@@ -191,7 +201,11 @@ class Keeper:
             wanted_bytes=self.grant_bytes if needs_grant and not is_idle else 0,
         )
         begin_s = time.monotonic()
-        reply: _Reply = await self.call(exchange)
+        try:
+            reply: _Reply = await self.call(exchange)
+        except BaseException:
+            self._free_bytes += min(0, returned_bytes)  # what it owes, it goes on owing
+            raise
         if not reply.is_known and self._is_registered:
             self._free_bytes = max(0, self._free_bytes - free_bytes)
         self._is_registered = True
@@ -241,11 +255,13 @@ class Keeper:
             self.directory.make()
         value = self.epoch.saved_value(time.monotonic() + _EPOCH_TIMEOUT_S)
         with self._ledger.locked() as state:
+            state.unit_bytes = self._allocation.share(state.unit_bytes)
             self._measure(state)
             wanted_bytes = min(wanted_bytes, self.grant_bytes)
             is_known = self.owner in state.holders
             # The total may miss bytes in use, if the ledger has removed this holder.
-            state.add(-returned_bytes if is_known else OPENING_BYTES + in_flight_bytes)
+            owed_bytes = self._allocation.opening_bytes + in_flight_bytes - min(0, returned_bytes)
+            state.add(-returned_bytes if is_known else owed_bytes)
             has_room = state.total_bytes is not None and state.total_bytes + wanted_bytes <= self._usable_bytes
             granted_bytes = wanted_bytes if has_room else 0
             state.add(granted_bytes)
@@ -262,16 +278,22 @@ class Keeper:
         if state.total_bytes is None or time.monotonic() < self._measure_after_s:
             return
         self._measure_after_s = time.monotonic() + _MEASURE_S
+        with suppress(OSError):  # it may be gone
+            # A file system that allocates late shows only now what a block occupies. A survey counts the earlier ones.
+            if self.newest_path and self._allocation.learn(os.lstat(self.newest_path)):
+                state.unit_bytes = self._allocation.share(state.unit_bytes)
+                state.surveyed_s = 0.0
         disk = os.statvfs(self.directory.path)
         if not disk.f_blocks:  # a file system in user space that does not say
             return
         granted_bytes = sum(holder.granted_bytes for holder in state.holders.values())
         room_bytes = max(0, state.total_bytes - granted_bytes) + disk.f_bavail * disk.f_frsize
-        self._usable_bytes = max(0, min(self.capacity_bytes, room_bytes) - OPENING_BYTES)
+        self._usable_bytes = max(0, min(self.capacity_bytes, room_bytes) - self._allocation.opening_bytes)
         self._sweeper.capacity_bytes = self._usable_bytes
-        self.grant_bytes = max(self.grant_bytes_min, min(self._grant_bytes_max, self._usable_bytes // GRANTS_MIN))
+        self.grant_bytes = max(self.part_bytes(), min(self._grant_bytes_max, self._usable_bytes // GRANTS_MIN))
 
     def _leave(self, free_bytes: int) -> None:
         with self._ledger.locked() as state:
+            state.unit_bytes = self._allocation.share(state.unit_bytes)
             if state.holders.pop(self.owner, None) is not None:
                 state.add(-free_bytes)

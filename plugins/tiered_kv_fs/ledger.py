@@ -21,12 +21,15 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Annotated, Final
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, read_file, replace_file
-from tiered_kv_fs.directory import LEDGER_NAME, LOCK_NAME, locked
+from tiered_kv_fs.directory import locked
+from tiered_kv_fs.full_disk import with_room
+from tiered_kv_fs.names import LEDGER_NAME, LOCK_NAME
 
 LAPSE_S: Final = 60.0  # how long after its last renewal a holder is removed
 VALID_S: Final = 30.0  # how long a holder may store after its last renewal; less than the lapse
@@ -55,6 +58,7 @@ class LedgerState:
     to its count."""
     survey: str = ""  # random name of the running or last survey
     surveyed_s: Seconds = 0.0  # when the last survey ended; 0 if one is due
+    unit_bytes: Bytes = 0  # what the file system allocates at once, as far as known; see allocation.py
     holders: dict[str, Holder] = field(default_factory=dict)  # by their random names
     now_s: float = 0.0  # the file server's time when the lock was taken; not stored
 
@@ -85,6 +89,7 @@ class DirectoryLedger:
     """A directory's ledger, a file that is replaced as a whole. Any thread but the scheduler's may call."""
 
     def __init__(self, directory: str) -> None:
+        self._directory = directory
         self._path = f"{directory}/{LEDGER_NAME}"
         self._lock_path = f"{directory}/{LOCK_NAME}"
 
@@ -106,7 +111,7 @@ class DirectoryLedger:
             del fields["now_s"]
             written = json.dumps(fields).encode()
             if written != found:
-                replace_file(self._path, written)
+                with_room(self._directory, partial(replace_file, self._path, written))
 
 
 _STATE: Final = TypeAdapter(LedgerState)

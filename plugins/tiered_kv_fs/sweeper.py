@@ -19,21 +19,14 @@ from typing import Final
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.claimed import TEMPORARY, walk
 from tiered_kv.toolkit.keys_only import KeyStore
-from tiered_kv.toolkit.small_files import remove
-from tiered_kv_fs.directory import (
-    BLOCK_PATH,
-    EPOCH,
-    NAMESPACE,
-    SWEEP_NAME,
-    TEMPORARY_PATH,
-    Directory,
-    locked,
-    occupied_bytes,
-    round_up,
-)
+from tiered_kv_fs.allocation import UNIT_BYTES_MIN, occupied_bytes, round_up, unit_of
+from tiered_kv_fs.directory import Directory, locked
+from tiered_kv_fs.full_disk import free, removed
 from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, DirectoryLedger
+from tiered_kv_fs.names import BLOCK_PATH, EPOCH, NAMESPACE, SWEEP_NAME, TEMPORARY_PATH
 
 _CANDIDATES_MAX: Final = 65_536  # files that one survey keeps as the next to evict; at most about 20 MB
+_GIVING_WAY_TIMEOUT_S: Final = 2.0
 _EVICTED_AT_ONCE: Final = 256  # files evicted between two changes of the ledger
 
 # Paths below the shared directory.
@@ -55,6 +48,7 @@ class Sweep(Enum):
 @dataclass(slots=True)
 class _Count:
     used_bytes: int = 0
+    unit_bytes: int = UNIT_BYTES_MIN  # in which all blocks take what they occupy
     oldest: list[tuple[int, str, int]] = field(default_factory=list)
     """The oldest blocks, a heap with the newest first: negated time of last use, path, size."""
     temporaries: list[tuple[str, str | None, os.stat_result]] = field(default_factory=list)
@@ -64,7 +58,7 @@ class _Count:
 
 @dataclass(eq=False)
 class DirectorySweeper:
-    """Makes room in a directory, which may occupy `capacity_bytes`. One thread at a time."""
+    """Makes room in a directory, which may occupy `capacity_bytes`. One thread at a time, but for `give_way`."""
 
     directory: Directory
     ledger: DirectoryLedger
@@ -78,6 +72,7 @@ class DirectorySweeper:
         self._candidates: deque[tuple[int, str, int]] = deque()  # as in `_Count.oldest`, the oldest first
         self._candidates_until_s = 0.0
         self._is_stopped = threading.Event()
+        self._giving_way = threading.Lock()
 
     def stop(self) -> None:
         """Let a running sweep end early. Any thread."""
@@ -111,6 +106,29 @@ class DirectorySweeper:
                 missing_bytes = self._missing_bytes(wanted_bytes)
             return Sweep.DONE
 
+    def give_way(self, wanted_bytes: int, wanted_files: int, attempt: int) -> bool:
+        """Delete old blocks for a store on a full disk; return whether it may be tried again. Several threads at once.
+
+        While others sweep, the ledger's total stays as it is, which is too much, until the next survey.
+        """
+        if not self._giving_way.acquire(timeout=_GIVING_WAY_TIMEOUT_S):
+            return False
+        try:
+            with ExitStack() as held:
+                is_alone = True
+                try:
+                    held.enter_context(locked(f"{self._root}/{SWEEP_NAME}", 0.0))
+                except OSError:
+                    is_alone = False
+                freed = free(self._root, wanted_bytes, wanted_files, attempt)
+                self.counters.add("evicted_blocks_total", count=freed.files)
+                if is_alone and freed:
+                    with suppress(OSError), self.ledger.locked() as state:
+                        state.take_off(freed.size_bytes)
+        finally:
+            self._giving_way.release()
+        return bool(freed)
+
     def _missing_bytes(self, wanted_bytes: int) -> int | None:
         """Return how many bytes to remove so that `wanted_bytes` fit; None if a survey is needed first."""
         with self.ledger.locked() as state:
@@ -126,36 +144,42 @@ class DirectorySweeper:
         and the next one finds the total.
         """
         word = secrets.token_hex(8)
+        unit_bytes = self.directory.allocation.unit_bytes
         with self.ledger.locked() as state:
             state.survey = word
             state.pending_bytes = sum(holder.granted_bytes for holder in state.holders.values())
             used = {f"{holder.namespace}/{holder.epoch}" for holder in state.holders.values()}
             now_s = state.now_s
-        found = self._count()
+        found = self._count(unit_bytes)
         if found is None:
             return
         for path, owner, status in found.temporaries:
             is_abandoned = owner not in state.holders and now_s - status.st_mtime > LAPSE_S
-            if is_abandoned and remove(f"{self._root}/{path}"):
-                found.used_bytes -= occupied_bytes(status)
+            if is_abandoned and removed(f"{self._root}/{path}", self._root):
+                found.used_bytes -= occupied_bytes(status, unit_bytes)
         with self.ledger.locked() as state:
             if state.survey != word:
                 return
             state.total_bytes = found.used_bytes + state.pending_bytes
             state.surveyed_s = state.now_s
+            if found.oldest:  # else nothing is known of blocks
+                state.unit_bytes = found.unit_bytes
         self._candidates = deque(sorted(found.oldest, reverse=True))
         self._candidates_until_s = time.monotonic() + SURVEY_INTERVAL_S
         self.counters.add("surveys_total")
         self._remove_empty(epoch for epoch in found.epochs if epoch not in used)
 
-    def _count(self) -> _Count | None:
+    def _count(self, unit_bytes: int) -> _Count | None:
         """Walk the directory; return None if that was stopped."""
         found = _Count(occupied_bytes(os.lstat(self._root)))
         for files in walk(self._root):
             for path, status in files:
-                found.used_bytes += occupied_bytes(status)
+                size_bytes = occupied_bytes(status, unit_bytes)
+                found.used_bytes += size_bytes
                 if stat.S_ISREG(status.st_mode) and _BLOCK.fullmatch(path):
-                    entry = (-status.st_mtime_ns, path, occupied_bytes(status))
+                    is_allocated = status.st_blocks * 512 >= status.st_size  # else its unit is not known yet
+                    found.unit_bytes = unit_of(status, max(found.unit_bytes, 0 if is_allocated else unit_bytes))
+                    entry = (-status.st_mtime_ns, path, size_bytes)
                     if len(found.oldest) < _CANDIDATES_MAX:
                         heapq.heappush(found.oldest, entry)
                     else:
@@ -177,9 +201,8 @@ class DirectorySweeper:
                     break
                 negated_ns, path, size_bytes = self._candidates.popleft()
                 path = f"{self._root}/{path}"
-                with suppress(FileNotFoundError, NotADirectoryError):
-                    if os.lstat(path).st_mtime_ns == -negated_ns:
-                        os.unlink(path)
+                with suppress(OSError):  # gone, or its status cannot be read
+                    if os.lstat(path).st_mtime_ns == -negated_ns and removed(path, self._root):
                         removed_bytes += size_bytes
                         removed_files += 1
         finally:

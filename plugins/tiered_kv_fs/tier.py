@@ -23,11 +23,13 @@ from tiered_kv.toolkit.claimed import Identity, as_line
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
+from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv.toolkit.touches import Touches
-from tiered_kv_fs.blocks import TOUCH_INTERVAL_S, BlockFiles, Moved, room_bytes_of
+from tiered_kv_fs.allocation import UNIT_BYTES_MIN, Allocation
+from tiered_kv_fs.blocks import TOUCH_INTERVAL_S, BlockFiles, Moved
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.epoch import EpochFile
-from tiered_kv_fs.keeper import GRANTS_MIN, OPENING_BYTES, Keeper
+from tiered_kv_fs.keeper import GRANTS_MIN, Keeper
 from tiered_kv_fs.settings import FsSettings
 
 T = TypeVar("T")
@@ -36,8 +38,8 @@ _log = logging.getLogger("tiered_kv.fs")
 _PART_BYTES: Final = 256 << 10
 """Bytes of one call to a thread: several small blocks, because the call costs as much as a block of 64 KiB."""
 _GRANT_BYTES_MAX: Final = 64 << 20
-_SMALL_THINGS_BYTES: Final = 8 * OPENING_BYTES
-"""Bytes of the least capacity for the small files of several processes, and for directories."""
+_SMALL_THINGS_BYTES: Final = 448 << 10
+"""Bytes of the least capacity for the small files of several processes, and for directories, beside one opening's."""
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
 _LOOKUPS_MAX: Final = 8
 """Calls for lookups that run at once, each on a thread beside those for transfers, which cannot delay lookups."""
@@ -65,14 +67,16 @@ class FsTier(AsyncTier):
         self._settings = settings
         self._codecs = settings.open_codecs()
         block_bytes = block_bytes_of(primary_kv_view)
-        self._room_bytes = room_bytes_of(block_bytes + self._codecs.overhead_bytes)  # that storing a block may take
-        part_blocks, grant_bytes = _sizes(settings.capacity, block_bytes, self._room_bytes)
+        self._record_bytes = HEADER_BYTES + block_bytes + self._codecs.overhead_bytes
+        _sizes(settings.capacity, block_bytes, self._record_bytes, Allocation())
         digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         name = getattr(offloading_spec, "name", None) or tier_type
         identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
         self._directory = Directory(
             settings.path, identity, tier=name, private=settings.private, required_mount=settings.required_mount
         )
+        self._allocation = self._directory.allocation
+        part_blocks, grant_bytes = _sizes(settings.capacity, block_bytes, self._record_bytes, self._allocation)
         self._counters = Counters(*own_names("fs"))
         self._cache_epoch = Epoch(EpochFile(self._directory.namespace_path, self._directory.make), tier=name)
         save = partial(self._cache_epoch.try_to_save, _SHUTDOWN_TIMEOUT_S)
@@ -86,15 +90,23 @@ class FsTier(AsyncTier):
                 self._call,
                 capacity_bytes=settings.capacity,
                 grant_bytes=grant_bytes,
-                grant_bytes_min=part_blocks * self._room_bytes,
+                part_bytes=lambda: part_blocks * self._allocation.room_bytes(self._record_bytes),
                 room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
                 on_age=self._note_age,
             )
         except OSError as error:
             raise self._directory.claimed.unavailable(error) from error
-        path, owner, is_granted = self._directory.namespace_path, self._keeper.owner, self._keeper.is_granted
         self._files = BlockFiles(
-            path, digest, owner, block_bytes, self._codecs, self._counters, is_granted, settings.private
+            self._directory.namespace_path,
+            digest,
+            self._keeper.owner,
+            block_bytes,
+            self._codecs,
+            self._counters,
+            self._keeper.is_granted,
+            self._keeper.give_way,
+            self._allocation,
+            settings.private,
         )
         self._touch_interval_s = TOUCH_INTERVAL_S
         self._touches = Touches(self._note_uses, f"tiered-kv-{name}-touches", TOUCH_INTERVAL_S)
@@ -120,7 +132,7 @@ class FsTier(AsyncTier):
         self._keeper.start()
 
     async def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        room_bytes = len(keys) * self._room_bytes
+        room_bytes = len(keys) * self._allocation.room_bytes(self._record_bytes)  # less may be used, or more
         reason = await self._keeper.take(room_bytes)
         if reason:
             return Outcome((), reason)
@@ -133,6 +145,9 @@ class FsTier(AsyncTier):
                 used_bytes = moved.used_bytes
         finally:
             self._keeper.settle(room_bytes, used_bytes)
+        self._keeper.newest_path = self._files.newest_path
+        if moved.yields:
+            self._keeper.measure_again()
         if moved.reason == "missing":  # directories were removed: the keeper makes them anew
             self._cache_epoch.recheck()
             self._keeper.wake()
@@ -243,12 +258,16 @@ class FsTier(AsyncTier):
         self._threads.join(deadline)
 
 
-def _sizes(capacity_bytes: int, block_bytes: int, room_bytes: int) -> tuple[int, int]:
+def _sizes(capacity_bytes: int, block_bytes: int, record_bytes: int, allocation: Allocation) -> tuple[int, int]:
     """Return the blocks in a part of a job, and the bytes of one grant; raise `ConfigError` if they have no room."""
-    usable_bytes = capacity_bytes - _SMALL_THINGS_BYTES
+    room_bytes = allocation.room_bytes(record_bytes)
+    small_bytes = _SMALL_THINGS_BYTES + allocation.opening_bytes
+    usable_bytes = capacity_bytes - small_bytes
     if usable_bytes < GRANTS_MIN * room_bytes:
-        least_bytes = _SMALL_THINGS_BYTES + GRANTS_MIN * room_bytes
-        what = f"{capacity_bytes} bytes are too few for blocks of {block_bytes}; give at least {least_bytes}"
+        least_bytes = small_bytes + GRANTS_MIN * room_bytes
+        unit = allocation.unit_bytes
+        where = f" where the file system allocates {unit} at a time" if unit > UNIT_BYTES_MIN else ""
+        what = f"{capacity_bytes} bytes are too few for blocks of {block_bytes}{where}; give at least {least_bytes}"
         raise ConfigError(what, location="capacity")
     part_blocks = max(1, min(_PART_BYTES // block_bytes, usable_bytes // GRANTS_MIN // room_bytes))
     return part_blocks, max(part_blocks * room_bytes, min(_GRANT_BYTES_MAX, usable_bytes // GRANTS_MIN))

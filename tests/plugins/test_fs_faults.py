@@ -47,7 +47,7 @@ def fail(code: int) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("call", "code", "operation", "reason"),
     [
-        ("pwritev", errno.ENOSPC, "writing blocks", "no_space"),
+        ("pwritev", errno.EACCES, "writing blocks", "permission"),
         ("pwritev", errno.EIO, "writing blocks", "io_error"),
         ("preadv", errno.ESTALE, "reading blocks", "stale"),
         ("lstat", errno.EIO, "looking for blocks", "io_error"),

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tiered_kv_fs.directory import BLOCK
+from tiered_kv_fs.names import BLOCK
 from tiered_kv_nvme.layout import PAGE_BYTES
 
 _STRIDE_BYTES = 128

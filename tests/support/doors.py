@@ -16,7 +16,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.testing.rig import TierRig
 from tiered_kv.toolkit.epoch import EpochMark
 from tiered_kv.toolkit.record import RecordHeader, digest_of, read_header
-from tiered_kv_fs.directory import block_path
+from tiered_kv_fs.names import block_path
 
 
 def codec_id_of(record: bytes) -> int:

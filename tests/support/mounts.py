@@ -104,10 +104,12 @@ def small_tmpfs(point: Path, size_bytes: int) -> Iterator[Path]:
 class Ext4Image:
     """An ext4 file system in a file, mounted while the context is entered."""
 
-    def __init__(self, image: Path, point: Path) -> None:
+    def __init__(
+        self, image: Path, point: Path, *, size_bytes: int = _IMAGE_BYTES, options: Sequence[str] = ()
+    ) -> None:
         self._image = image
         self._point = point
-        make_image(image)
+        make_image(image, size_bytes, options)
         point.mkdir(exist_ok=True)
 
     def __enter__(self) -> Ext4Image:
@@ -131,11 +133,11 @@ class Ext4Image:
         _run("mount", "-o", "loop", "-t", "ext4", str(self._image), str(self._point))
 
 
-def make_image(image: Path) -> None:
+def make_image(image: Path, size_bytes: int = _IMAGE_BYTES, options: Sequence[str] = ()) -> None:
     with image.open("wb") as file:
-        file.truncate(_IMAGE_BYTES)
+        file.truncate(size_bytes)
     # 4 KiB blocks, as on disks of a usual size: O_DIRECT of pages needs no more.
-    _run("mkfs.ext4", "-q", "-F", "-b", "4096", "-J", "size=4", "-O", "^resize_inode", str(image))
+    _run("mkfs.ext4", "-q", "-F", "-b", "4096", "-J", "size=4", "-O", "^resize_inode", *options, str(image))
 
 
 def _missing(mount: str) -> str:

@@ -101,15 +101,18 @@ class ListedStorage(TierAdministration):
         """List and delete entries until a listing finds none, or refusals allow no progress."""
         mark_left = self._settle_mark(self.mark(digest), deadline)
         removed = Census()
-        found, refusals = 0, set[str]()
+        found, refusals, named = 0, set[str](), list[str]()
         for _ in range(_SURVEYS_MAX):
             earlier = found, refusals
-            found, refusals, foreign = 0, set(), Census()
+            found, refusals, named, foreign = 0, set(), [], Census()
             for batch in self.entries(digest, deadline):
                 doomed = [each for each in batch if each.digest is not None and not each.stays]
                 refused = self.delete(doomed)
                 found += len(doomed)
                 refusals.update(refused.values())
+                named.extend(
+                    f"{doomed[at].name}: {word}" for at, word in refused.items() if len(named) < FOREIGN_NAMED_MAX
+                )
                 for at, each in enumerate(doomed):
                     if at not in refused:
                         removed.add(digest, each.size_bytes, each.is_block)
@@ -122,7 +125,9 @@ class ListedStorage(TierAdministration):
         left = foreign.left()
         if found:
             why = ", ".join(sorted(refusals)) or "a stack stores them, or the storage does not delete"
-            left.append(f"{found} entries were found by the last survey ({why})")
+            left += [f"{found} entries were found by the last survey ({why})", *named]
+        if mark_left:  # on a full disk there may be room now
+            mark_left = self._settle_mark(self.mark(digest), deadline)
         return Purged(*removed.of(digest), (*left, *mark_left))
 
     def _settle_mark(self, store: RemovableMark, deadline: float) -> Sequence[str]:
@@ -174,7 +179,10 @@ class ListedStorage(TierAdministration):
             blocks = ([each for each in batch if each.is_block] for batch in batches)
             for each, status, read_bytes in self.check(digest, blocks, verification, deadline):
                 if verification.note(status, read_bytes, each.name, each.key):
-                    verification.repaired += not self.delete([each])
+                    refused = self.delete([each])
+                    verification.repaired += not refused
+                    if refused and len(verification.notes) < FOREIGN_NAMED_MAX:
+                        verification.notes.append(f"{each.name} cannot be deleted: {refused[0]}")
                 self.check_time(deadline, operation)
 
 

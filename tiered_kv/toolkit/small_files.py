@@ -26,10 +26,17 @@ _NOT_A_FILE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EI
 
 @contextmanager
 def opened(path: str, flags: int, *, dir_fd: int | None = None) -> Iterator[int]:
-    """Open a file, which must not be a symbolic link, and close it at the end. New files have mode 0600."""
+    """Open a file, which must not be a symbolic link, and close it at the end. New files have mode 0600.
+
+    An error of a call on the descriptor names the file.
+    """
     fd = os.open(path, flags | _SAFE_FLAGS, FILE_MODE, dir_fd=dir_fd)
     try:
         yield fd
+    except OSError as error:
+        if error.errno is not None and not isinstance(error.filename, str):  # none, or the descriptor's number
+            error.filename = path
+        raise
     finally:
         os.close(fd)
 
@@ -134,6 +141,12 @@ def remove(path: str, *, dir_fd: int | None = None) -> bool:
         os.unlink(path, dir_fd=dir_fd)
         return True
     return False
+
+
+def words_of(error: OSError) -> str:
+    """Return the system's words for an error, with its name, and without a path."""
+    name = errno.errorcode.get(error.errno or 0)
+    return f"{error.strerror or error}{f' ({name})' if name else ''}"
 
 
 def fields_of(text: bytes | str | None) -> dict[str, object]:

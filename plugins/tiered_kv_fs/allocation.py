@@ -1,0 +1,76 @@
+"""How much of the disk a file takes: its size in whole allocation units, which are learned from files."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Final
+
+UNIT_BYTES_MIN: Final = 4096
+_UNIT_BYTES_MAX: Final = 64 << 20
+_ENTRY_BYTES: Final = 512  # growth of a directory by one entry, at most
+
+
+class Allocation:
+    """What files of a directory's file system occupy. Any thread may call.
+
+    File systems do not say how much they allocate at once (ext4 with bigalloc, XFS with an extent size hint, records
+    of ZFS), and some allocate only seconds after a write. So files are charged in whole units before they are written,
+    and the unit grows with each file that occupies more.
+    """
+
+    def __init__(self) -> None:
+        self.unit_bytes = UNIT_BYTES_MIN
+        self._is_news = False  # the unit has grown here, and the ledger does not know it
+
+    @property
+    def opening_bytes(self) -> int:
+        """Bytes for the small files and directories of each opening. As many of the capacity are never granted."""
+        return 8 * (self.unit_bytes + UNIT_BYTES_MIN)
+
+    def charge_bytes(self, size_bytes: int) -> int:
+        """Return what a new file of a size takes, with its entry in a directory."""
+        return round_up(size_bytes, self.unit_bytes) + _ENTRY_BYTES
+
+    def room_bytes(self, size_bytes: int) -> int:
+        """Return what storing a file of a size may take: the file, and a directory for it."""
+        return self.charge_bytes(size_bytes) + self.unit_bytes
+
+    def learn(self, status: os.stat_result) -> bool:
+        """Learn from a file's status; return whether the unit has grown."""
+        before = self.unit_bytes
+        self.unit_bytes = unit_of(status, before)
+        if self.unit_bytes == before:
+            return False
+        self._is_news = True
+        return True
+
+    def share(self, unit_bytes: int) -> int:
+        """Take over the ledger's unit (0: unknown), which a survey may have lowered, or return a larger one to it."""
+        self.unit_bytes = max(unit_bytes, self.unit_bytes) if self._is_news or not unit_bytes else unit_bytes
+        self._is_news = False
+        return self.unit_bytes
+
+
+def unit_of(status: os.stat_result, unit_bytes: int) -> int:
+    """Return the least unit, of `unit_bytes` or more, in which a file's size takes what the file occupies."""
+    while (
+        stat.S_ISREG(status.st_mode)
+        and status.st_size
+        and unit_bytes < _UNIT_BYTES_MAX
+        and round_up(status.st_size, unit_bytes) < status.st_blocks * 512
+    ):
+        unit_bytes *= 2
+    return unit_bytes
+
+
+def round_up(size_bytes: int, unit_bytes: int = UNIT_BYTES_MIN) -> int:
+    return -(-size_bytes // unit_bytes) * unit_bytes
+
+
+def occupied_bytes(status: os.stat_result, unit_bytes: int = UNIT_BYTES_MIN) -> int:
+    """Return the space of an entry, also if the file system has not allocated it yet."""
+    allocated_bytes = status.st_blocks * 512
+    if allocated_bytes >= status.st_size or not stat.S_ISREG(status.st_mode):
+        return allocated_bytes
+    return round_up(status.st_size, unit_bytes)
