@@ -1,4 +1,9 @@
-"""A router's index of blocks, kept by the events of a stack: python examples/events.py
+"""A router's index of blocks, kept by the events of a stack.
+
+In a clone:
+
+    pip install '.[events]'
+    python examples/events.py
 
 The stack stores blocks, runs out of room in its primary tier, and is reset. The subscriber says what it knows of it.
 """

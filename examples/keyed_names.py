@@ -1,6 +1,9 @@
 """A tier that gives the tier below it secret names in place of keys: a `WrapperTier`.
 
-python examples/keyed_names.py
+In a clone:
+
+    pip install '.[fs]'
+    python examples/keyed_names.py
 
 A block's key is a hash of tokens: whoever knows a prompt can compute it, and search the storage for it. A name is a
 keyed hash (BLAKE2b, RFC 7693) of a key, which nobody can compute without the secret.

@@ -1,7 +1,9 @@
 """Metrics and status of a stack, read over HTTP as Prometheus and an operator would.
 
-pip install 'tiered-kv[metrics]'
-python examples/metrics.py
+In a clone:
+
+    pip install '.[metrics]'
+    python examples/metrics.py
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [os.environ.get("PYTHONPATH"), str(Path(tiered_kv.__file__).parents[1]), sys.path[-1]])
 )
+os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, which a pytest that a test starts may not know
 
 from tests.support.faulty import Gate
 from tests.support.figures import FIGURES, Figures, Profile

@@ -147,14 +147,61 @@ def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(tmp_path: Path, c
     second = command.json("replay", stack, "--requests", "10", *SMALL_CHATS)
     assert second["requests"] == 10
     assert second["first_request_hits"] > 0
-    assert second["hits"]["nvme"] > 0  # in the first run the disk may be slower than eighty requests
+    assert second["hits"]["nvme"] > 0
     dead = "type: redis, url: 'redis://127.0.0.1:1'"
-    text = command.out("replay", stack_file(tmp_path, nvme(tmp_path / "cache"), dead), *SMALL_CHATS)
+    text = command.out("replay", stack_file(tmp_path, nvme(tmp_path / "new"), dead), *SMALL_CHATS)
     assert {"cpu", "nvme", "misses"} <= set(text.split())
     assert "compared byte by byte: all are right." in text
     assert "limits them" in text, "rates stand beside what limited them"
     assert re.search(r"redis +failed to store +unavailable +[\d,]+ +\w", text)
     assert not re.search(r"_total|[a-z]_[a-z]", text.replace(str(tmp_path), "")), "counters are for --json"
+
+
+@pytest.mark.parametrize("verb", ["replay", "simulate"])
+def test_fewer_requests_than_were_asked_for_are_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    run = [verb, stack_file(tmp_path, MEMORY), "--requests", "30", "--json"]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 16, "hash_ids": [1]}\n' * 3)
+    for options, note in (
+        (["--chats", "10", "--turns", "2"], "10 chats of 2 turns are 20 requests, fewer than --requests 30; --chats"),
+        (["--trace", str(trace)], "the trace has 3 requests, fewer than --requests 30"),
+    ):
+        assert main([*run, *options]) == 0
+        shown = capsys.readouterr()
+        assert shown.err.startswith(f"note: {note}")
+        json.loads(shown.out)
+    assert main([*run, "--chats", "10", "--turns", "3"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_command_alone_lists_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*arguments: str) -> str:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(list(arguments))
+        return capsys.readouterr().out
+
+    assert main([]) == 2
+    assert capsys.readouterr().err == shown("--help") == shown("help")
+    assert "replay" in shown("help")
+    assert shown("help", "replay") == shown("replay", "--help")
+
+
+def test_the_help_of_serve_shows_the_socket_as_required(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(*arguments: str) -> str:
+        with pytest.raises(SystemExit):
+            main(["serve", *arguments])
+        return "".join(capsys.readouterr())
+
+    monkeypatch.delenv("LISTEN_FDS", raising=False)
+    assert "--socket PATH" in printed("--help")
+    assert "[--socket" not in printed("--help")
+    assert "required: --socket" in printed("stack.yaml")
+    monkeypatch.setenv("LISTEN_FDS", "1")
+    assert "[--socket" in printed("--help")
 
 
 def test_replay_reads_a_trace(tmp_path: Path, command: Command) -> None:

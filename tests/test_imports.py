@@ -248,6 +248,19 @@ def test_imports_run_one_way() -> None:
         assert upward == set(), f"{module} imports upward"
 
 
+def test_the_page_of_the_architecture_lists_the_rooms_in_the_order_of_their_imports() -> None:
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    rows = re.findall(
+        r"(?m)^  ((?:\w+(?:/|\.py)(?:, )?)+) ", page.split("```text\ntiered_kv/\n")[1].split("plugins/\n")[0]
+    )
+    place = {re.sub(r"/|\.py", "", name): number for number, row in enumerate(rows) for name in row.split(", ")}
+    for module, path in sources():
+        home, *rest = module.split(".")[:2]
+        if home == "tiered_kv" and rest not in ([], ["__main__"]):
+            ours = {name.split(".")[1] for name in imports_of(path) if name.startswith("tiered_kv.") and is_ours(name)}
+            assert {name for name in ours if place[name] > place[rest[0]]} == set(), f"{module} imports downward"
+
+
 def test_imports_form_no_circle() -> None:
     """Imports for type checkers, and those within functions, count too."""
     modules = dict(sources())

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tiered_kv.server.connect import HostStack, connect
     from tiered_kv.stack import EngineStack, Stack, open_engine_stack, open_stack
     from tiered_kv.stack_config import StackConfig, load_config
+    from tiered_kv.tiering.prefix import PrefixOffloadingManager
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "HostStack",
     "MissingExtraError",
     "Namespace",
+    "PrefixOffloadingManager",
     "ResourceError",
     "ShutdownError",
     "Stack",
@@ -72,6 +74,7 @@ _MODULES = {
     "tiered_kv.server.connect": "HostStack connect",
     "tiered_kv.stack": "EngineStack Stack open_engine_stack open_stack",
     "tiered_kv.stack_config": "StackConfig load_config",
+    "tiered_kv.tiering.prefix": "PrefixOffloadingManager",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

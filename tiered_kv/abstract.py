@@ -2,6 +2,7 @@
 
 The first generation of vLLM's offloading interface (`vllm.v1.kv_offload.abstract`) has no requests, no steps and
 no groups: `lookup` takes the hashes of a prompt and answers how many of them, from the first one on, can be loaded.
+`tiered_kv.PrefixOffloadingManager` is that interface over the manager of a stack.
 """
 
 from __future__ import annotations

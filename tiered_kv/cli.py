@@ -38,7 +38,7 @@ _VERBS = {
 _MODULES = {"schema": "plugins"}
 """The modules of verbs that have none of their own name."""
 _EPILOG = """examples:
-  tiered-kv VERB --help
+  tiered-kv VERB --help, or tiered-kv help VERB
       all options of a verb, with examples
   tiered-kv check stack.yaml
       is the file right, and does every tier open here?
@@ -72,6 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(given: Sequence[str]) -> int:
+    if not given:  # as usage that is wrong, with all that would be right
+        _parser(given).print_help(sys.stderr)
+        return Status.ERROR
+    if given[0] == "help":
+        given = [*given[1:], "--help"]
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for the words that complete a line
         import argcomplete
 

@@ -55,12 +55,16 @@ def open_stack(source: _Source) -> Stack:
     return _open(source, Stack)
 
 
-def open_engine_stack(source: _Source) -> EngineStack:
-    """Open a stack for an engine of one process, whose scheduler calls its `manager`; otherwise as `open_stack`."""
-    return _open(source, EngineStack)
+def open_engine_stack(source: _Source, *, enable_events: bool = False) -> EngineStack:
+    """Open a stack for an engine of one process, whose scheduler calls its `manager`; otherwise as `open_stack`.
+
+    With `enable_events`, `take_events` of the manager reports stored and removed blocks, if the configuration has no
+    publisher of events.
+    """
+    return _open(source, partial(EngineStack, enable_events=enable_events))
 
 
-def _open(source: _Source, kind: type[_Kind]) -> _Kind:
+def _open(source: _Source, kind: Callable[..., _Kind]) -> _Kind:
     with needing_resources("the stack cannot be opened"):
         config = load_config(source)
     if config.must_measure_prefill:
@@ -70,7 +74,7 @@ def _open(source: _Source, kind: type[_Kind]) -> _Kind:
     # The memory is pinned on the caller's thread, where CUDA knows the program's device.
     backend = CPUBackend(open_region(config))
     opening = CallThread("tiered-kv-open")
-    return opening.run(lambda: kind(config, backend=backend, is_checked=True), undo=kind.close)
+    return opening.run(lambda: kind(config, backend=backend, is_checked=True), undo=lambda stack: stack.close())
 
 
 class AnyStack(StackCalls[TieringOffloadingManager]):

@@ -3,7 +3,7 @@
 Run it twice. The first process computes a prompt of 4,096 tokens, saves it, and notes the logits of a question behind
 it. The second one finds the prompt on disk, and compares.
 
-    pip install 'tiered-kv[transformers]'
+    pip install '.[transformers]'
     python examples/transformers_prefix_cache/prefix_cache.py
     python examples/transformers_prefix_cache/prefix_cache.py
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
+import re
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.stacks import stack_file
+from tiered_kv._cli import output
 from tiered_kv.cli import main
+from tiered_kv.testing.control import ManualClock
 
 
 def nvme_stack(directory: Path) -> str:
@@ -67,6 +72,30 @@ def test_progress_is_shown_on_a_terminal_only(
     assert "\x1b" not in capsys.readouterr().out
     assert main([verb, stack, *options]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_without_a_terminal_a_long_run_prints_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "LINE_EVERY_S", 0.0)
+    assert main(["replay", nvme_stack(tmp_path), "--requests", "40", "--json"]) == 0
+    shown = capsys.readouterr()
+    lines = shown.err.splitlines()
+    assert "requests: 40 of 40" in lines
+    assert all(re.fullmatch(r"requests: \d+ of 40", line) for line in lines)
+    assert json.loads(shown.out)["requests"] == 40
+
+
+def test_lines_of_progress_come_at_most_every_ten_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, clock: ManualClock
+) -> None:
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=clock))
+    with output.progress("verifying", 4 << 20, in_bytes=True) as advance:
+        for done in range(30):
+            clock.advance(1.0)
+            advance(done << 10, "verifying nvme")
+    lines = ["verifying nvme: 9KiB of 4MiB", "verifying nvme: 19KiB of 4MiB", "verifying nvme: 29KiB of 4MiB"]
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 @pytest.mark.slow

@@ -222,10 +222,12 @@ def botocore_signature(
     signer = botocore_auth.S3SigV4Auth(frozen, "s3", region)
     signer.payload = lambda request: payload_hash
     request = AWSRequest(method=method, url=url, headers=headers)
-    with pytest.MonkeyPatch.context() as patch:
-        moment = datetime.datetime.fromtimestamp(at, datetime.UTC)
-        patch.setattr(botocore_auth, "get_current_datetime", lambda: moment)
-        signer.add_auth(request)
+    # The steps of `add_auth`, whose clock is another function in each generation of botocore.
+    moment = datetime.datetime.fromtimestamp(at, datetime.UTC)
+    request.context["timestamp"] = moment.strftime(botocore_auth.SIGV4_TIMESTAMP)
+    signer._modify_request_before_signing(request)
+    text = signer.string_to_sign(request, signer.canonical_request(request))
+    signer._inject_signature_to_request(request, signer.signature(text, request))
     return str(request.headers["Authorization"])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -15,7 +16,9 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.metrics.instruments import count_of
+from tiered_kv.testing.faults import JobWrapperTier
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import ChatWorkload, Request, block_key
@@ -62,13 +65,14 @@ OpenRig = Callable[..., Rig]
 
 @pytest.fixture
 def open_rig(closing: ExitStack) -> OpenRig:
-    def opened(wrap: Wrap = lambda tier: tier, blocks: dict[OffloadKey, bytes] | None = None) -> Rig:
+    def opened(
+        wrap: Wrap = lambda tier: tier, blocks: dict[OffloadKey, bytes] | None = None, store_budget: int | None = None
+    ) -> Rig:
         region = PrimaryRegion(NUM_BLOCKS, BLOCK_BYTES)
         below = AtOnceTier(None, region.kv_view, "below")
         below.blocks.update(blocks or {})
-        manager = TieringOffloadingManager(
-            CPUOffloadingManager(CPUBackend(region)), [wrap(below)], settings=[TierSettings(type="below")]
-        )
+        settings = TierSettings(type="below", store_budget=store_budget)
+        manager = TieringOffloadingManager(CPUOffloadingManager(CPUBackend(region)), [wrap(below)], settings=[settings])
         closing.callback(manager.shutdown)
         return Rig(region, below, manager)
 
@@ -137,9 +141,71 @@ def test_a_request_does_not_wait_longer_than_its_deadline(open_rig: OpenRig, gat
     assert not report.drained
 
 
+class OneJobAStepTier(JobWrapperTier):
+    """Ends one job for each time that it is asked, so that it falls behind on any machine."""
+
+    is_nonblocking = True
+
+    def __init__(self, inner: SecondaryTierManager) -> None:
+        super().__init__(inner)
+        self.waiting: deque[JobMetadata] = deque()
+
+    def submit(self, job: JobMetadata) -> None:
+        self.waiting.append(job)
+
+    def get_finished(self) -> Iterable[JobResult]:
+        if self.waiting:
+            super().submit(self.waiting.popleft())
+        return super().get_finished()
+
+
+def skipped_for_budget(rig: Rig) -> int:
+    return count_of(rig.manager.counters()["below"], "skipped_blocks_total", "budget")
+
+
+def test_a_slow_tier_skips_no_store_and_the_second_run_has_no_miss(open_rig: OpenRig) -> None:
+    first = open_rig(OneJobAStepTier, store_budget=40 * BLOCK_BYTES)
+    assert first.replay().misses > 0
+    assert skipped_for_budget(first) == 0
+    assert open_rig(blocks=first.below.blocks).replay().misses == 0
+
+
+def test_a_store_budget_below_a_chunk_is_room_enough(open_rig: OpenRig) -> None:
+    rig = open_rig(OneJobAStepTier, store_budget=3 * BLOCK_BYTES)
+    report = rig.replay(requests=iter([Request(0, 0, 0, tuple(range(50)))]))
+    assert report.stored_blocks == 50
+    assert skipped_for_budget(rig) == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
+def test_a_request_waits_for_store_budget_no_longer_than_its_limit(
+    open_rig: OpenRig, gate: Gate, seconds: float
+) -> None:
+    gate.close()
+    rig = open_rig(lambda tier: HeldJobsTier(tier, gate), store_budget=32 * BLOCK_BYTES)
+    settings = ReplaySettings(store_timeout_s=seconds, drain_timeout_s=0.0)
+    report = rig.replay(settings, requests=iter([Request(0, 0, 0, tuple(range(64)))]))
+    assert report.stored_blocks == 64
+    assert skipped_for_budget(rig) == 32
+    gate.open()
+    assert rig.nothing_is_pinned()
+
+
+def test_stopped_while_it_waits_for_store_budget_it_keeps_none(open_rig: OpenRig, gate: Gate) -> None:
+    gate.close()
+    rig = open_rig(lambda tier: HeldJobsTier(tier, gate), store_budget=32 * BLOCK_BYTES)
+    steps = iter(range(1000))
+    requests = [Request(0, 0, 0, tuple(range(first, first + 64))) for first in (0, 100)]
+    report = replay(rig.manager, rig.region.kv_view, iter(requests), should_stop=lambda: next(steps) == 9)
+    assert report.interrupted
+    gate.open()
+    assert rig.nothing_is_pinned()
+    assert rig.manager.reserve_stores(32)
+
+
 def test_blocks_that_the_primary_tier_has_no_room_for_are_counted(open_rig: OpenRig) -> None:
     report = open_rig().replay(
-        ReplaySettings(store_blocks=NUM_BLOCKS + 1),
+        ReplaySettings(store_blocks=NUM_BLOCKS + 1, store_timeout_s=0.0),
         requests=iter([Request(0, 0, 0, tuple(range(2 * NUM_BLOCKS)))]),
     )
     assert report.stored_blocks == 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice
 
 from tiered_kv._cli.arguments import file_path, positive_int
-from tiered_kv._cli.output import print_text, progress
+from tiered_kv._cli.output import print_text, progress, quantity
 from tiered_kv._cli.report.figures import require_matplotlib
 from tiered_kv._cli.report.page import Run
 from tiered_kv.config.units import rounded_seconds
@@ -45,7 +46,9 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", type=file_path, help="requests of a trace; without it, built-in chats"
     )
-    parser.add_argument("--requests", metavar="N", type=positive_int, help="stop after this many requests")
+    parser.add_argument(
+        "--requests", metavar="N", type=positive_int, help="stop after this many requests, or when there are no more"
+    )
     parser.add_argument(
         "--hints",
         choices=("from-trace", "from-sessions", "none"),
@@ -79,15 +82,31 @@ def _chosen_requests(args: argparse.Namespace) -> Workload:
     if args.trace is not None:
         if chat_options:
             raise ConfigError(f"--{next(iter(chat_options)).replace('_', '-')} is for built-in chats, not with --trace")
-        requests = read_trace(args.trace, requests_max=args.requests)
+        requests = _counted(read_trace(args.trace, requests_max=args.requests), args.requests)
         return Workload(f"trace {args.trace}", {"trace": str(args.trace)}, requests, args.requests)
     try:
         chats = ChatWorkload(**chat_options)
     except ConfigError as error:
         raise ConfigError(error.message, location=f"--{error.location.replace('_', '-')}") from error
     total = min(chats.requests_total, args.requests or chats.requests_total)
+    if total < (args.requests or 0):
+        _note_fewer(f"{chats.chats:,} chats of {chats.turns} turns are", total, args.requests, "; --chats makes more")
     title = f"{chats.chats:,} built-in chats of {chats.turns} turns, seed {chats.seed}"
     return Workload(title, {"chats": asdict(chats)}, islice(chats.requests(), total), total)
+
+
+def _counted(requests: Iterator[Request], asked: int | None) -> Iterator[Request]:
+    """Yield the requests of a trace, and say at its end if they are fewer than were `asked` for."""
+    count = 0
+    for request in requests:
+        count += 1
+        yield request
+    if count < (asked or 0):
+        _note_fewer("the trace has", count, asked or 0)
+
+
+def _note_fewer(what: str, found: int, asked: int, advice: str = "") -> None:
+    print_text(f"note: {what} {quantity(found, 'request')}, fewer than --requests {asked}{advice}", sys.stderr)
 
 
 def shown_us(microseconds: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -35,6 +36,8 @@ class Status(IntEnum):
 
 _PLAIN_WIDTH = 10_000
 """Columns of a file or a pipe: each row is a line there, for `grep`."""
+LINE_EVERY_S = 10.0
+"""Between lines of progress in a file or a pipe."""
 _WORD_WIDTH_MAX = 40
 """Longer words, such as paths, may be folded."""
 _STYLES = {"green": "^ok$", "bold red": r"\b(FAILED|REFUSED|CORRUPT)\b|^error:", "yellow": r"\bWARNING\b"}
@@ -169,14 +172,16 @@ def _write(text: str, stream: TextIO | None = None) -> None:
 
 @contextmanager
 def progress(title: str, total: int | None, *, in_bytes: bool = False) -> Iterator[Advance]:
-    """Show progress if standard error is a terminal, and yield the function that reports it.
+    """Show progress on standard error, and yield the function that reports it.
+
+    A terminal has a bar. A file or a pipe gets a line every ten seconds: nothing of what ends sooner.
 
     Args:
         total: The number of steps; None if unknown.
         in_bytes: Whether a step is a byte; then the rate and an estimate of the time left are shown.
     """
     if not sys.stderr.isatty():
-        yield lambda done, doing=None: None
+        yield _progress_lines(title, total, in_bytes)
         return
     from rich import progress as shown
     from rich.console import Console
@@ -190,6 +195,22 @@ def progress(title: str, total: int | None, *, in_bytes: bool = False) -> Iterat
     with shown.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done, doing=None: bar.update(task, completed=done, description=doing and escape(doing))
+
+
+def _progress_lines(title: str, total: int | None, in_bytes: bool) -> Advance:
+    shown = rounded_bytes if in_bytes else "{:,}".format
+    of_total = "" if total is None else f" of {shown(total)}"
+    next_s = time.monotonic() + LINE_EVERY_S
+
+    def advance(done: int, doing: str | None = None) -> None:
+        nonlocal title, next_s
+        title = doing or title
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + LINE_EVERY_S
+            print_text(f"{title}: {shown(done)}{of_total}", sys.stderr)
+            sys.stderr.flush()
+
+    return advance
 
 
 @contextmanager

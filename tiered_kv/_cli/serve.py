@@ -45,7 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "A file without 'namespace' and 'block' takes those of the engines."
     )
     parser.add_argument("stack", metavar="STACK", help="the stack's YAML file")
-    parser.add_argument("--socket", metavar="PATH", type=file_path, help="where engines connect; systemd may pass it")
+    is_passed = "LISTEN_FDS" in os.environ
+    parser.add_argument(
+        "--socket",
+        metavar="PATH",
+        type=file_path,
+        required=not is_passed,
+        help="where engines connect; systemd may pass it",
+    )
     parser.add_argument(
         "--namespaces", metavar="N", type=positive_int, default=1, help="how many models divide the capacities (1)"
     )

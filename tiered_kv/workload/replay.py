@@ -7,7 +7,8 @@ The replay acts as an engine's scheduler and worker, in steps:
    for a store. The next step reports those transfers as complete.
 
 Requests run in their order, as fast as the stack accepts them. Their timestamps are ignored. A request of a session
-waits for the session's last one, and so do the requests after it.
+waits for the session's last one, and so do the requests after it. A request also waits while the tiers' store budgets
+are used up: an engine would not, but it has other work between two stores, and the replay has none.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class ReplaySettings:
     """Blocks that a step stores for one request, as a server stores a chunk of its prefill."""
     request_timeout_s: float = 5.0
     """How long a request waits for its prefix before the rest of it counts as missed."""
+    store_timeout_s: float = 10.0
+    """How long a request waits for store budget in every tier, before a tier without it skips the blocks."""
     drain_timeout_s: float = 30.0
     """How long to wait for stores in flight after the last request."""
 
@@ -73,6 +76,8 @@ class _Phase(Enum):
     """It waits for answers about its prefix."""
     LOAD = "load"
     """The worker reads its pinned blocks."""
+    ROOM = "room"
+    """It waits for the tiers' store budgets."""
     STORE = "store"
     """The worker writes its reserved rows."""
     DONE = "done"
@@ -86,6 +91,7 @@ class _Running:
         done_blocks: Number of its blocks that were loaded, or submitted to be stored.
         transfer_keys: Keys of the blocks that the worker transfers. `transfer_ids`, `transfer_rows` and
             `transfer_tiers` are their ids, their rows, and for a load the tiers that had them.
+        reserved_blocks: Blocks that every tier has reserved store budget for.
     """
 
     session: str
@@ -99,6 +105,8 @@ class _Running:
     transfer_ids: list[int] = field(default_factory=list)
     transfer_rows: list[int] = field(default_factory=list)
     transfer_tiers: list[str] = field(default_factory=list)
+    reserved_blocks: int = 0
+    room_deadline_s: float = 0.0
 
 
 class Replay:
@@ -126,6 +134,7 @@ class Replay:
         self._clock = clock
         self._sleep = sleep
         self._block_bytes = manager.primary.backend.block_size
+        self._store_blocks = self._chunk_blocks()
         self._content = BlockContent(1 if rows is None else self._block_bytes)
         self._running: list[_Running] = []
         self._next: Request | None = None  # it waits for its session
@@ -216,7 +225,7 @@ class Replay:
             self.tally.waiting_s += time.perf_counter() - ended_s
 
     def _advance(self, running: _Running) -> bool:
-        """Make the scheduler's calls for one request; return False if it waits for its prefix."""
+        """Make the scheduler's calls for one request; return False if it waits for its prefix, or for room."""
         if running.phase is _Phase.LOOKUP:
             prefix_blocks = self._look_up(running)
             if prefix_blocks is None:
@@ -230,11 +239,11 @@ class Replay:
                 return True
         elif running.phase is _Phase.LOAD:
             self._timed(self._manager.complete_load, running.transfer_keys, running.context)
-        else:
+        elif running.phase is _Phase.STORE:
+            self._release_room(running)
             self._timed(self._manager.complete_store, running.transfer_keys, running.context)
             self.tally.stored_blocks += len(running.transfer_keys)
-        self._begin_store(running)
-        return True
+        return self._begin_store(running)
 
     def _timed(self, call: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs) -> Result:
         started_s = time.perf_counter()
@@ -274,10 +283,16 @@ class Replay:
         running.done_blocks = prefix_blocks
         running.phase = _Phase.LOAD
 
-    def _begin_store(self, running: _Running) -> None:
-        """Reserve rows for the next blocks of a request; it is done if it has no further block, or gets no rows."""
+    def _begin_store(self, running: _Running) -> bool:
+        """Reserve rows for the next blocks of a request; it is done if it has no further block, or gets no rows.
+
+        Returns:
+            False if it waits for the tiers' store budgets.
+        """
         while running.done_blocks < len(running.keys):
-            chunk = slice(running.done_blocks, running.done_blocks + self._settings.store_blocks)
+            chunk = slice(running.done_blocks, running.done_blocks + self._store_blocks)
+            if not self._reserve_room(running, len(running.keys[chunk])):
+                return False
             output = self._timed(self._manager.prepare_store, running.keys[chunk], running.context)
             if output is None:
                 # Without these blocks the following ones cannot be used, so they are not offered.
@@ -290,9 +305,36 @@ class Replay:
                 running.transfer_ids = [id_of[key] for key in output.keys_to_store]
                 running.transfer_rows = rows_of(output.store_spec)
                 running.phase = _Phase.STORE
-                return
+                return True
+            self._release_room(running)
+        self._release_room(running)
         self._timed(self._manager.on_request_finished, running.context)
         running.phase = _Phase.DONE
+        return True
+
+    def _chunk_blocks(self) -> int:
+        """Return how many blocks a step stores for a request: no more than every tier has store budget for."""
+        blocks = self._settings.store_blocks
+        if not self._settings.store_timeout_s:
+            return blocks
+        budgets: list[int | None] = [each.get("store_budget_bytes") for each in self._manager.counters().values()]
+        return min([blocks, *(budget // self._block_bytes for budget in budgets if budget is not None)])
+
+    def _reserve_room(self, running: _Running, blocks: int) -> bool:
+        """Reserve store budget in every tier, until the store is complete; return False if the request should wait."""
+        if not self._settings.store_timeout_s:
+            return True
+        if self._timed(self._manager.reserve_stores, blocks):
+            running.reserved_blocks = blocks
+            return True
+        if running.phase is not _Phase.ROOM:
+            running.phase = _Phase.ROOM
+            running.room_deadline_s = self._clock() + self._settings.store_timeout_s
+        return self._clock() >= running.room_deadline_s
+
+    def _release_room(self, running: _Running) -> None:
+        self._manager.release_stores(running.reserved_blocks)
+        running.reserved_blocks = 0
 
     def _transfer(self, running: _Running) -> None:
         """Do the worker's part: check the blocks of a load, or write those of a store."""
@@ -309,6 +351,7 @@ class Replay:
 
     def _abandon(self) -> None:
         for running in self._running:
+            self._release_room(running)
             if running.phase is _Phase.LOAD:
                 self._manager.complete_load(running.transfer_keys, running.context)
             elif running.phase is _Phase.STORE:

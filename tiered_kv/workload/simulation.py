@@ -208,7 +208,7 @@ class Server:
             clock=waiting_clock,
             wear_clock=clock,
         )
-        settings = ReplaySettings(store_blocks=min(ReplaySettings().store_blocks, blocks))
+        settings = ReplaySettings(store_blocks=min(ReplaySettings().store_blocks, blocks), store_timeout_s=0.0)
         self.replay = Replay(self.manager, None, settings, clock=waiting_clock, sleep=waiting_clock.sleep)
 
 

@@ -1,0 +1,138 @@
+"""What somebody meets who has a clone and nothing else: the README's commands, the ways to install, the site."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+CI = (ROOT / ".ci" / "run").read_text()
+EXAMPLES = ROOT / "examples"
+TEXTS = sorted(
+    path
+    for top in ("README.md", "docs", "examples", "plugins", "tiered_kv", ".ci", ".github")
+    for path in ([ROOT / top] if (ROOT / top).is_file() else (ROOT / top).rglob("*"))
+    if path.is_file() and path.suffix not in {".pyc", ".svg", ".png"}
+)
+INSTALLS = re.compile(
+    r"\b(?:pip3?|pipx|uv add|uv tool)\b[^\n`]*?\b(?:install|add|run)\b([^\n`]*)|^\s*(tiered-kv\S*)\s*$"
+)
+BY_NAME = re.compile(r"""(?<![\w./@-])tiered[-_]kv(?:\[[^\]]*\])?(?!["']?[\w./\[-]|["']?\s*@)""")
+"""The distribution without a path before it and without a place behind it."""
+OF_ERRORS = ROOT / "tiered_kv" / "errors.py"
+"""`MissingExtraError` names the extra in the form of a requirement."""
+LIBRARIES = {"redis": "redis", "s3": "boto3", "fs": "aiofiles", "events": "zmq", "metrics": "prometheus_client"}
+
+
+def lines_of_blocks(page: str) -> list[str]:
+    return [line for block in re.findall(r"```(?:sh|bash)\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
+
+
+def test_two_commands_of_the_readme_do_all_the_set_up() -> None:
+    environments = [line for line in lines_of_blocks(README) if line.startswith("python3 -m venv .venv && ")]
+    job, tests = (line.split(" && ") for line in environments)
+    assert job[1:] == [".venv/bin/pip install .", ".venv/bin/tiered-kv replay examples/quickstart.yaml"]
+    assert tests[1] == ".venv/bin/pip install -e '.[test]'"
+    assert tests[2].startswith(".venv/bin/pytest ")
+    assert tests[2].endswith(" -m 'not slow'")
+    assert len(job) == len(tests) == 3
+
+
+def test_continuous_integration_takes_the_command_of_the_tests_from_the_readme() -> None:
+    (pattern,) = re.findall(r"command=\$\(grep -E '([^']+)' README\.md\)", CI)
+    (command,) = [line for line in README.splitlines() if re.search(pattern, line)]
+    assert command in lines_of_blocks(README)
+    assert '&& $command"' in CI
+    assert command not in CI, "a copy would stay as it is when the README changes"
+
+
+def commands_that_install_by_name(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        for found in INSTALLS.finditer(line):
+            if BY_NAME.search(found[1] or found[2]):
+                yield line.strip()
+
+
+@pytest.mark.parametrize(
+    ("line", "is_by_name"),
+    [
+        ("pip install 'tiered-kv[redis,s3]'", True),
+        ("Run `python -m pip install -U tiered_kv`.", True),
+        ("uv pip install vllm tiered-kv", True),
+        ("RUN pip3 install --no-cache-dir tiered-kv[redis]", True),
+        ("pip install --find-links dist 'tiered-kv[redis]'", True),
+        ("pipx install tiered-kv", True),
+        ("    tiered-kv[redis]", True),
+        ("pip install '.[redis,s3]' into tiered-kv's", False),
+        ("pip install '../tiered-kv[redis]'", False),
+        ('pip install "tiered-kv[redis] @ file://$wheel"', False),
+        ("/opt/tiered-kv/bin/pip install '.[redis]'", False),
+        ("pip install dist/tiered_kv-0.1.0-py3-none-any.whl", False),
+        ("pip install . ./examples/plugin_sqlite", False),
+        ("pip install tiered-kv-sqlite", False),
+    ],
+)
+def test_what_installs_by_a_name_is_found(line: str, is_by_name: bool) -> None:
+    assert bool([*commands_that_install_by_name(line)]) == is_by_name
+
+
+def test_nothing_is_installed_by_a_name_that_no_index_has() -> None:
+    """Whoever registers that name would be installed beside an engine."""
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in TEXTS
+        if path != OF_ERRORS and (lines := [*commands_that_install_by_name(path.read_text())])
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES.glob("*.yaml"), *EXAMPLES.glob("*.py")], ids=lambda path: path.name)
+def test_an_example_names_the_extras_that_it_needs(path: Path) -> None:
+    text = path.read_text()
+    tiers = set(re.findall(r"""type"?: "?(\w+)""", text))
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE))
+    needed = {extra for extra, library in LIBRARIES.items() if extra in tiers or library in imported}
+    needed |= {"metrics"} if '"metrics": {"listen"' in text else set()
+    named = re.search(r"pip install '\.\[([a-z0-9,]+)\]'", text)
+    assert needed == (set(named[1].split(",")) if named else set())
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    def pages(entry: object) -> Iterator[str]:
+        match entry:
+            case str():
+                yield entry
+            case dict():
+                for inner in entry.values():
+                    yield from pages(inner)
+            case list():
+                for inner in entry:
+                    yield from pages(inner)
+
+    navigation = [*pages(yaml.safe_load((ROOT / ".mkdocs.yml").read_text())["nav"])]
+    assert sorted(navigation) == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
+
+
+def test_the_site_is_built_so_that_a_warning_fails() -> None:
+    """MkDocs counts no warnings with --quiet, so that --strict fails nothing."""
+    (build,) = re.findall(r"mkdocs\"? build [^\n]*", CI)
+    assert "--strict" in build
+    assert not re.search(r"--quiet|-q\b", build)
+
+
+def test_the_tests_admit_the_oldest_libraries_that_the_extras_admit() -> None:
+    """Else a run with the oldest libraries would not try those of the extras."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+    def floors(names: set[str]) -> set[tuple[str, str]]:
+        wanted = [each for name in names for each in extras[name]]
+        return {(found[1], found[2]) for each in wanted if (found := re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", each))}
+
+    of_extras = floors(extras.keys() - {"test", "docs", "all", "torch", "transformers"})
+    assert of_extras <= floors({"test"})
