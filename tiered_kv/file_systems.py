@@ -42,6 +42,11 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+def is_stuck(error: OSError) -> bool:
+    """Return whether one file refuses what its directory allows: it is immutable, or the system uses it."""
+    return error.errno in (errno.EPERM, errno.EBUSY, errno.ETXTBSY)
+
+
 def allocate(fd: int, offset: int, size_bytes: int) -> bool:
     """Allocate a part of a file by fallocate(2); return False if its file system has none.
 
@@ -126,7 +131,7 @@ def _unescaped(text: str) -> str:
 
 
 def write_in_place(fd: int) -> bool:
-    """Let the overwrites of an empty file, or of new files in a directory, go to their old place; say if they do.
+    """Let overwrites of new files in a directory go to their old place, not to new space; return whether they do.
 
     This is the attribute that `chattr +C` sets. It excludes compression by the file system.
     """

@@ -13,11 +13,12 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from tiered_kv.errors import TierBusyError
+from tiered_kv.file_systems import is_full, is_stuck
 from tiered_kv.permissions import check_file
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import (
@@ -77,12 +78,17 @@ class NvmeAdministration(TierAdministration):
 
     def purge(self, digest: str, deadline: float) -> Purged:
         with self._claimed.opened("purge") as fd:
-            if fd is None or MARKER_NAME not in os.listdir(fd):
+            if fd is None:
                 return Purged(0, 0)
-            self._claimed.check(fd)  # do not leave a lock file of root in another user's directory
+            is_marked = MARKER_NAME in os.listdir(fd)
+            names = {name for name, _ in _segments(fd, digest)}
+            if not is_marked and not names:
+                return Purged(0, 0)
+            # do not leave a lock file of root in another user's directory
+            replace(self._claimed, own_names=OWN_NAMES | names).check(fd)
             lock_fd = take_lock(fd, self._claimed)
             try:
-                found, _ = self._marker(fd)
+                found = self._marker(fd)[0] if is_marked else digest  # a full disk may have refused the marker
                 return self._purge(fd, digest, deadline) if found == digest else Purged(0, 0)
             finally:
                 release_lock(lock_fd, fd)
@@ -124,16 +130,24 @@ class NvmeAdministration(TierAdministration):
     def _purge(self, fd: int, digest: str, deadline: float) -> Purged:
         size_bytes = 0
         left: list[str] = []
+        stuck: set[str] = set()
         for name, status in _segments(fd, digest):
             if time.monotonic() >= deadline:
                 left.append("the time was over before all segments were deleted; purge again")
                 break
-            os.unlink(name, dir_fd=fd)
+            try:
+                os.unlink(name, dir_fd=fd)
+            except OSError as error:
+                if not is_stuck(error):
+                    raise
+                stuck.add(name)
+                left.append(f"{self._path}/{name} cannot be deleted: {error.strerror}")
+                continue
             if status.st_nlink > 1:
                 left.append(f"{name} has {status.st_nlink - 1} more names (hard links), under which its bytes remain")
             else:
                 size_bytes += status.st_blocks * 512
-        if remaining := len(_segments(fd, digest)):
+        if remaining := len(_segments(fd, digest)) - len(stuck):
             left.append(f"{remaining} segment files in {self._path}")
             return Purged(None, size_bytes, tuple(left))
         remove_leftovers(fd)
@@ -141,15 +155,19 @@ class NvmeAdministration(TierAdministration):
             os.unlink(EPOCH_NAME, dir_fd=fd)
         notes: tuple[str, ...] = ()
         foreign = Census()
-        for name in sorted(set(os.listdir(fd)) - {LOCK_NAME, MARKER_NAME, LOST_AND_FOUND}):
+        for name in sorted(set(os.listdir(fd)) - {LOCK_NAME, MARKER_NAME, LOST_AND_FOUND} - stuck):
             foreign.add_foreign(f"{self._path}/{name}", 0)
-        if lines := foreign.left():
+        if (lines := foreign.left()) or stuck:
             left += lines
-            notes = (f"{self._path}/{MARKER_NAME}, which says whose blocks these were, stays beside foreign files",)
+            notes = (f"{self._path}/{MARKER_NAME}, which says whose blocks these were, stays beside other files",)
         else:
             with suppress(FileNotFoundError):
                 os.unlink(MARKER_NAME, dir_fd=fd)
-        os.fsync(fd)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if not is_full(error):
+                raise
         return Purged(None, size_bytes, tuple(left), notes)
 
     def _marker(self, fd: int | None) -> tuple[str, Mapping[str, object]]:

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 
 from tiered_kv.config.namespace import differences
 from tiered_kv.errors import TierBusyError
-from tiered_kv.file_systems import mount_of
+from tiered_kv.file_systems import is_full, is_written_in_place, mount_of, write_in_place
 from tiered_kv.permissions import check_file
 from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute, refuse_other_device, walk
-from tiered_kv.toolkit.small_files import as_text, fields_of, has_name
+from tiered_kv.toolkit.small_files import as_text, fields_of, has_name, remove
 from tiered_kv_nvme.direct import PROBE_NAME
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS
 from tiered_kv_nvme.epoch import EPOCH_NAME
@@ -115,6 +115,10 @@ class SegmentDirectory:
         used_bytes = segment_bytes + foreign_bytes + own_bytes
         return Listing(sorted(segments), used_bytes, claimed_bytes)
 
+    def copies_on_write(self, fd: int) -> bool:
+        """Return whether each overwrite of a segment file takes new space."""
+        return self.mount is not None and self.mount.copies_on_write and not is_written_in_place(fd)
+
     def remake(self) -> None:
         """Make again what somebody has deleted: the directory, its lock, its marker. The reclaimer's thread.
 
@@ -149,6 +153,8 @@ class SegmentDirectory:
         segments = {name for name in os.listdir(fd) if self._pattern.fullmatch(name)}
         claimed = replace(self.claimed, own_names=OWN_NAMES | segments)
         claimed.check(fd)
+        if self.mount is not None and self.mount.copies_on_write:
+            write_in_place(fd)
         lock_fd = take_lock(fd, claimed)
         with ExitStack() as undo:
             undo.callback(release_lock, lock_fd, fd)
@@ -163,10 +169,17 @@ class SegmentDirectory:
 
     def _check_marker(self, claimed: ClaimedDirectory, fd: int) -> None:
         wanted = self.identity.fields()
-        found = claimed.mark(fd, wanted)
+        try:
+            found = claimed.mark(fd, wanted)
+            if found is None:
+                os.fsync(fd)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            return  # `remake` tries again; names and headers of segments have the namespace, too
         if found is None:
-            os.fsync(fd)
-        elif any(found.get(name) != wanted[name] for name in ("namespace_digest", "block_bytes")):
+            return
+        if any(found.get(name) != wanted[name] for name in ("namespace_digest", "block_bytes")):
             raise self.claimed.format_error(
                 f"{self.path} holds blocks of another namespace ({_difference(found, wanted)}); "
                 "give each namespace its own directory"
@@ -177,8 +190,7 @@ def remove_leftovers(directory_fd: int) -> None:
     """Remove temporary files that a crash while opening may have left. Needs the lock."""
     for name in os.listdir(directory_fd):
         if name == PROBE_NAME or (TEMPORARY.fullmatch(name) and MARKER_NAME in name):
-            with suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=directory_fd)
+            remove(name, dir_fd=directory_fd)
 
 
 def _difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
@@ -197,13 +209,23 @@ def take_lock(directory_fd: int, claimed: ClaimedDirectory) -> int:
     deletes nothing below a locked directory.
 
     Returns:
-        The descriptor of the lock file.
+        The descriptor of the lock file; of the directory, if its disk is full and has no such file.
 
     Raises:
         TierBusyError: Another process, or another tier of this process, holds it; the message says which.
         OSError: The file system failed.
     """
-    fd = os.open(LOCK_NAME, OPEN_FLAGS | os.O_NONBLOCK | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
+    try:
+        fd = os.open(LOCK_NAME, OPEN_FLAGS | os.O_NONBLOCK | os.O_CREAT, FILE_MODE, dir_fd=directory_fd)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        fd = os.dup(directory_fd)
+        with ExitStack() as undo:
+            undo.callback(os.close, fd)
+            _lock_directory(directory_fd, fd, claimed)
+            undo.pop_all()
+        return fd
     with ExitStack() as undo:
         undo.callback(os.close, fd)
         check_file(fd, f"{claimed.path}/{LOCK_NAME}", any_owner=not claimed.private)  # before the first write to it
@@ -212,8 +234,9 @@ def take_lock(directory_fd: int, claimed: ClaimedDirectory) -> int:
         except BlockingIOError as error:
             raise _busy(fd, fd, claimed) from error
         _lock_directory(directory_fd, fd, claimed)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()} on {socket.gethostname()}\n".encode()[:_TEXT_BYTES_MAX], 0)
+        with suppress(OSError):  # the disk is full: the text is for people only
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()} on {socket.gethostname()}\n".encode()[:_TEXT_BYTES_MAX], 0)
         undo.pop_all()
     return fd
 
@@ -260,7 +283,9 @@ def _holder(locked_fd: int, lock_fd: int) -> str:
         return "another tier of this process"
     if pids:
         return " and ".join(f"process {pid} ({_name(pid)})" for pid in pids)
-    text = os.pread(lock_fd, _TEXT_BYTES_MAX, 0).decode("ascii", "replace").strip()
+    text = ""
+    with suppress(OSError):  # a directory
+        text = os.pread(lock_fd, _TEXT_BYTES_MAX, 0).decode("ascii", "replace").strip()
     said = f"; its owner wrote 'process {text}' into {LOCK_NAME}" if text.isprintable() and text else ""
     return f"a process that this one cannot see, of another user, in another container or on another host{said}"
 

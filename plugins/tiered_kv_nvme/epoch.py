@@ -11,6 +11,7 @@ import math
 import os
 from contextlib import suppress
 
+from tiered_kv.file_systems import is_full
 from tiered_kv.permissions import check_file
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, Epoch
 from tiered_kv.toolkit.small_files import has_name
@@ -23,8 +24,8 @@ EPOCH_NAME = "epoch"
 class DirectoryEpoch:
     """The epoch of a directory that this process owns, and the file that keeps its mark (an `EpochStore`).
 
-    The file is preallocated, so that a full disk cannot refuse a reset. The scheduler's thread calls `renew`; other
-    threads call the rest.
+    The file is preallocated, so that a full disk cannot refuse a reset. If the disk was full before there was a file,
+    `remake` makes it later. The scheduler's thread calls `renew`; other threads call the rest.
 
     Raises:
         FormatError: Another version of this project wrote the mark.
@@ -34,15 +35,26 @@ class DirectoryEpoch:
     def __init__(self, directory_fd: int, *, private: bool = True) -> None:
         self._directory_fd = directory_fd
         self._private = private
-        self._fd = self._open()
+        self._fd = -1  # there is no file
         self._epoch = Epoch(self, is_shared=False)
         self._flushed: int | None = None  # the last epoch that is known to be on the device
+        self.value: int
+        """The epoch of blocks that are stored now."""
         try:
-            self.value = self._save()
-            """The epoch of blocks that are stored now."""
-            self.sync()  # the process before may have been killed before its flush
-        except BaseException:
-            os.close(self._fd)
+            try:
+                self._fd = self._open()
+                self.value = self._save()
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                self.renew()  # without a mark, no block of before is valid
+            else:
+                self._flush(self.value)  # the process before may have been killed before its flush
+        except BaseException as error:
+            if isinstance(error, OSError) and is_full(error):
+                return  # the mark is in the page cache
+            if self._fd >= 0:
+                os.close(self._fd)
             raise
 
     def renew(self) -> int:
@@ -55,19 +67,17 @@ class DirectoryEpoch:
 
         Raises `OSError`: the write or the flush failed; the next call tries again.
         """
-        value = self._save()
-        try:
-            os.fdatasync(self._fd)
-        except OSError:
-            self._epoch.save_again()  # the kernel may have dropped the page
-            raise
-        self._flushed = value
+        if self._fd < 0:
+            self._fd = self._open()
+        self._flush(self._save())
 
     def remake(self) -> None:
-        """Make the file again if somebody has deleted it.
+        """Make the file again if somebody has deleted it, or if the disk was full.
 
         Raises `OSError`: that failed; a restart would find no blocks.
         """
+        if self._fd < 0 or not self._epoch.is_saved:
+            self.sync()
         if not has_name(EPOCH_NAME, self._fd, dir_fd=self._directory_fd):
             fd = self._open()
             os.dup2(fd, self._fd, inheritable=False)
@@ -83,9 +93,11 @@ class DirectoryEpoch:
         if self._flushed != self.value:
             with suppress(OSError):
                 self.sync()
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
         if self._flushed != self.value:
-            os.unlink(EPOCH_NAME, dir_fd=self._directory_fd)
+            with suppress(FileNotFoundError):
+                os.unlink(EPOCH_NAME, dir_fd=self._directory_fd)
             os.fsync(self._directory_fd)
 
     def _open(self) -> int:
@@ -98,6 +110,14 @@ class DirectoryEpoch:
             os.close(fd)
             raise
         return fd
+
+    def _flush(self, value: int) -> None:
+        try:
+            os.fdatasync(self._fd)
+        except OSError:
+            self._epoch.save_again()  # the kernel may have dropped the page
+            raise
+        self._flushed = value
 
     def _save(self) -> int:
         """Write the epoch if the file does not have it yet, and return it."""

@@ -15,7 +15,7 @@ from tiered_kv.toolkit.small_files import has_name
 from tiered_kv_nvme.disk import StoreCounters
 from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool, place_of
 from tiered_kv_nvme.reader import BlockReader, neighbours
-from tiered_kv_nvme.segment import NoSegment, Segment, SegmentFiles, SegmentState
+from tiered_kv_nvme.segment import NoSegment, Segment, SegmentFiles, SegmentState, Unlinked
 from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX
 from tiered_kv_nvme.writer import BatchWriter, Payload
 
@@ -92,7 +92,7 @@ class Reclaimer:
         except (OSError, TieredKVError) as error:
             if type(error) not in self._logged:
                 self._logged.add(type(error))
-                _log.warning("%s: what was deleted cannot be made again: %s", folder.path, error)
+                _log.warning("%s: missing files cannot be made: %s", folder.path, error)
             return
         with self.pool.changed:
             segments = [segment for segment in self.pool.segments.values() if not segment.deleted]
@@ -224,19 +224,19 @@ class Reclaimer:
             time.sleep(PAUSE_S)
 
     def _use_again(self, segment: Segment) -> bool:
-        """Free an empty segment; delete it if it is damaged, of another size, or over the capacity.
+        """Free an empty segment; delete it if it is damaged, copied, of another size, or over the capacity.
 
         Returns False if reads are still in flight, or if the disk takes no change.
         """
         table = segment.table
         has_size = segment.segment_bytes == self.files.segment_bytes
-        usable = has_size and not segment.damaged and not self._over_capacity()
+        usable = has_size and not (segment.damaged or segment.is_copied) and not self._over_capacity()
         with self.pool.changed:
             if segment.readers:
                 return False
             generation = self.pool.next_generation()
         if usable and not self.files.renew(segment, generation):
-            if not self.files.unlink(segment.slot):
+            if self.files.unlink(segment.slot) is Unlinked.FAILED:
                 return False  # for example, a read-only file system
             usable, segment.damaged, self._is_failing = False, True, True
         with self.pool.changed:

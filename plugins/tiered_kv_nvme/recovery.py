@@ -10,6 +10,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tiered_kv.file_systems import is_stuck
+from tiered_kv.permissions import NotPrivateError
 from tiered_kv.threads import run_all
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX, ThreadBuffer
@@ -67,7 +69,7 @@ def _adopt(found: Sequence[Segment], pool: SegmentPool) -> None:
         for segment in found:
             pool.adopt(segment)
             pool.add(segment.table.keys, place_of(segment.slot, 0))
-            if len(segment.table) and not segment.damaged:
+            if len(segment.table) and not (segment.damaged or segment.is_copied):
                 resumable = segment
         if resumable is not None:
             pool.resume(resumable)
@@ -78,6 +80,9 @@ def _recover_segment(files: SegmentFiles, slot: int, epoch: int) -> Segment | No
     try:
         fd = files.open(slot)
     except OSError as error:
+        if is_stuck(error) and not isinstance(error, NotPrivateError):
+            files.counters.note_io_error("opening a segment file", error)
+            return None  # an immutable file: it stays, and counts
         if error.errno != errno.ELOOP:  # for example, too many open files
             raise
         files.discard(slot)  # a symbolic link
@@ -87,10 +92,13 @@ def _recover_segment(files: SegmentFiles, slot: int, epoch: int) -> Segment | No
     except BaseException:
         os.close(fd)
         raise
-    if segment is None:
-        os.close(fd)
-        files.discard(slot)
-    return segment
+    if segment is not None:
+        segment.is_copied = files.directory.copies_on_write(fd)
+        if not segment.is_copied or segment.state is not SegmentState.FREE:
+            return segment
+    os.close(fd)
+    files.discard(slot)
+    return None
 
 
 @dataclass(eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import errno
 import itertools
 import os
 from collections.abc import Sequence, Set
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 
+from tiered_kv.file_systems import is_full, is_stuck
 from tiered_kv.permissions import check_file
 from tiered_kv.toolkit.codecs import ThreadBuffer
 from tiered_kv.toolkit.small_files import write_all
@@ -69,6 +69,7 @@ class Segment:
     generation: int  # of its present use
     damaged: bool = False  # the file is cut short, or the disk has failed in it: the reclaimer deletes it
     deleted: bool = False  # somebody has deleted the file, or moved it away; then it is damaged too
+    is_copied: bool = False  # the file system copies what is overwritten: the reclaimer replaces the file
     age: int = 0  # when it became full; segments are sealed and reclaimed in this order
     writers: int = 0
     readers: int = 0
@@ -119,6 +120,14 @@ class NoSegment(Enum):
     FAILED = "failed"
 
 
+class Unlinked(Enum):
+    """What became of a file that is to be deleted."""
+
+    DONE = "done"
+    STUCK = "stuck"  # this file cannot be deleted: it stays, and counts
+    FAILED = "failed"
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentFiles:
     """The segment files of a directory. Recovery's threads use it, later the reclaimer alone."""
@@ -149,14 +158,14 @@ class SegmentFiles:
             slot = next(slot for slot in itertools.count() if slot not in used)
             fd = os.open(self.directory.segment_name(slot), flags, FILE_MODE, dir_fd=self.directory.fd)
             self.disk.fallocate(fd, self.segment_bytes)
-            segment = Segment(slot, fd, self.segment_bytes, generation)
+            segment = Segment(slot, fd, self.segment_bytes, generation, is_copied=self.directory.copies_on_write(fd))
             self._write_header(segment, generation)
         except OSError as error:
             self.counters.note_io_error("creating a segment file", error)
             if fd >= 0:
                 os.close(fd)
                 self.unlink(slot)
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if is_full(error):
                 self.counters.add("no_space_errors_total")
                 return NoSegment.NO_SPACE
             return NoSegment.FAILED
@@ -228,7 +237,7 @@ class SegmentFiles:
             os.close(segment.fd)
         except OSError as error:
             self.counters.note_io_error("closing a segment file", error)
-        if self.unlink(segment.slot):
+        if self.unlink(segment.slot) is Unlinked.DONE:
             self.counters.add("deleted_segments_total")
 
     def discard(self, slot: int) -> None:
@@ -236,15 +245,15 @@ class SegmentFiles:
         self.unlink(slot)
         self.counters.add("discarded_segments_total")
 
-    def unlink(self, slot: int) -> bool:
-        """Delete a file if it exists; return whether that succeeded."""
+    def unlink(self, slot: int) -> Unlinked:
+        """Delete a file if it exists."""
         try:
             with suppress(FileNotFoundError):
                 os.unlink(self.directory.segment_name(slot), dir_fd=self.directory.fd)
         except OSError as error:
             self.counters.note_io_error("deleting a segment file", error)
-            return False
-        return True
+            return Unlinked.STUCK if is_stuck(error) else Unlinked.FAILED
+        return Unlinked.DONE
 
     def _write_header(self, segment: Segment, generation: int) -> None:
         page = ThreadBuffer().take(PAGE_BYTES)

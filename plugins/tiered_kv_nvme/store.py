@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.config.units import format_bytes
-from tiered_kv.limits import disk_need
+from tiered_kv.config.units import format_bytes, rounded_bytes
+from tiered_kv.limits import Need, disk_need
 from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
@@ -207,6 +207,8 @@ class SegmentStore:
         """Describe the store and its disk. Does I/O."""
         sizing = self._options.sizing
         listing = self._directory.list()
+        with self.pool.changed:
+            copied = sum(segment.is_copied for segment in self.pool.segments.values())
         need = disk_need(self._directory.fd, sizing.capacity_bytes, listing.used_bytes)
         if need.available < SEGMENTS_MIN * sizing.segment_bytes:
             need = disk_need(self._directory.fd, sizing.capacity_bytes, listing.used_bytes, "capacity and segment")
@@ -214,10 +216,11 @@ class SegmentStore:
             **self._directory.description,
             "direct_io": self._direct.shown,
             **({"fallocate": "no: zeros are written"} if self._files.disk.writes_zeros else {}),
+            **({"copy_on_write": f"{copied} segments, which are replaced when they are reclaimed"} if copied else {}),
             "capacity_bytes": sizing.capacity_bytes,
             "used_bytes": listing.used_bytes,
             "free_bytes": need.available - listing.used_bytes,
-            **({"warning": warning} if (warning := need.problem or self._slow_allocation()) else {}),
+            **({"warning": warning} if (warning := need.problem or self._growth_problem(need)) else {}),
             "segment_bytes": sizing.segment_bytes,
             "segments_max": sizing.segments_max,
             "foreign_files": self._directory.foreign_files,
@@ -227,17 +230,20 @@ class SegmentStore:
             "blocks_found": self.counters["recovered_blocks_total"],
         }
 
-    def _slow_allocation(self) -> str:
-        """Say that a segment takes long to allocate; an empty string if none does."""
+    def _growth_problem(self, need: Need) -> str:
+        """Say why the tier gets no further segment though the disk shows space; an empty string if it gets one."""
+        size = format_bytes(self._options.sizing.segment_bytes)
+        if self.counters["no_space_errors_total"]:
+            free = f"a segment of {size} was refused, and {rounded_bytes(need.available)} seem to be free"
+            return f"{free}: a quota is used up, or the disk was full; lower capacity, or raise the quota"
         with self.pool.changed:
             since_s = self.pool.growing_since_s
         if since_s is None or (duration_s := time.monotonic() - since_s) < self._options.room_timeout_s:
             return ""
-        size = format_bytes(self._options.sizing.segment_bytes)
-        why = ", which writes zeros since its file system has no fallocate" if self._files.disk.writes_zeros else ""
-        return (
-            f"a segment of {size} is being allocated for {duration_s:.0f} s{why}; lower segment, or give a faster disk"
+        how = (
+            "filled with zeros, as the file system has no fallocate," if self._files.disk.writes_zeros else "allocated"
         )
+        return f"a segment of {size} is being {how} for {duration_s:.0f} s; lower segment, or give a faster disk"
 
     def stop_stores(self) -> None:
         """Let stores that wait for space fail, and refuse new ones; loads continue."""
