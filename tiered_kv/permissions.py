@@ -21,6 +21,7 @@ DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
 OTHERS = 0o077
 """All permissions of group and others."""
+_NOT_OF_THE_MODE = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOSPC, errno.EDQUOT})
 _ACCEPT = "or set `private: false`, which accepts any owner and mode"
 
 

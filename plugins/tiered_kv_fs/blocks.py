@@ -102,6 +102,11 @@ class BlockFiles:
         moved.yields += 1
         return self.give_way(wanted_bytes, wanted_files, moved.yields - 1)
 
+    @property
+    def failure(self) -> str:
+        """The newest failure, until a block is stored. Any thread."""
+        return self._failures.newest
+
     def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
         """Read blocks into place and verify them; no read begins after the deadline.
 
@@ -186,7 +191,7 @@ class BlockFiles:
                 moved.used_bytes += self._make_above(temporary)
                 self._write(temporary, parts, learns)
             if not self.is_granted():  # this process was stopped: others may have the grant by now
-                raise TimeoutError(None, "the grant has lapsed")
+                raise TimeoutError(f"{path} was not stored: the grant has lapsed")
             os.replace(temporary, path)
         except OSError:
             if not remove(temporary) and os.path.lexists(temporary):
@@ -194,6 +199,7 @@ class BlockFiles:
             raise
         moved.used_bytes += self.allocation.charge_bytes(size_bytes)
         self.newest_path = path
+        self._failures.newest = ""
         self._unreadable.forget((path,))
         return ""
 

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
+from tiered_kv.toolkit.small_files import words_of
 from tiered_kv_fs.directory import Directory, reason_of
 from tiered_kv_fs.ledger import VALID_S, DirectoryLedger, Holder, LedgerState
 from tiered_kv_fs.sweeper import DirectorySweeper, Sweep
@@ -64,6 +65,7 @@ class Keeper:
         self._allocation = self.directory.allocation
         self._usable_bytes = self.capacity_bytes - self._allocation.opening_bytes
         self._grant_bytes_max = self.grant_bytes
+        self.failure = ""  # of the newest use of the ledger, for people; any thread may read it
         self.newest_path = ""  # of a block that was stored
         self._measure_after_s = 0.0
         self._ledger = DirectoryLedger(self.directory.path)
@@ -244,7 +246,11 @@ class Keeper:
             if reason not in self._reasons_logged:
                 self._reasons_logged.add(reason)
                 _log.warning("%s: %s; further ones are only counted", self.directory.path, error)
+            self.failure = f"keeping the capacity failed: {words_of(error) if isinstance(error, OSError) else error}"
+            if isinstance(error, OSError) and isinstance(error.filename, str):
+                self.failure += f": {error.filename}"
             return reason
+        self.failure = ""
         return ""
 
     # Threads.

@@ -169,7 +169,11 @@ class FirstFailures:
         self._log = log
         self._place = place
         self._logged: dict[tuple[str, object], OSError] = {}  # threads add to it, each in one atomic step
+        self.newest = ""
+        """The newest failure with its path, for people, until its owner clears it."""
 
     def note(self, operation: str, error: OSError) -> None:
+        where = error.filename if isinstance(error.filename, str) else self._place
+        self.newest = f"{operation} failed: {words_of(error)}: {where}"
         if self._logged.setdefault((operation, error.errno), error) is error:
             self._log.warning("%s: %s failed: %s; further ones are only counted", self._place, operation, error)
