@@ -145,6 +145,9 @@ class TestRefused:
         config = transformers.Dots3NoteTextConfig(
             **{**SIZES, "num_key_value_heads": 4},
             moe_intermediate_size=16,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=None,
             n_routed_experts=4,
             num_experts_per_tok=2,
             n_group=1,

@@ -15,6 +15,7 @@ from tests.support.host_server import keys_of, serving, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError, ResourceError
 from tiered_kv.exporters.metrics import series_of
+from tiered_kv.server.host import Host
 from tiered_kv.testing.control import wait_until
 
 KEYS = keys_of(40)
@@ -75,6 +76,46 @@ def test_a_block_comes_from_a_tier_below(tmp_path: Path) -> None:
         engine.manager.prefetch(KEYS[:16], context)
         assert engine.load(KEYS[:16], context) == 16
         assert engine.manager.hit_tier(KEYS[15], context) == "nvme"
+
+
+@pytest.mark.parametrize("asks_first", ["fast", "slow"])
+def test_a_fast_engine_computes_what_a_slow_one_loads(tmp_path: Path, asks_first: str) -> None:
+    memory = {"type": "memory", "capacity": "1MiB", "job_timeout": "60s", "lookup_timeout": "60s"}
+    stack = stack_of(rows=64, secondary=[memory], primary={"capacity": 64 * 4096, "request_wait": "60s"})
+    with serving(tmp_path, stack) as served:
+        engines = {"fast": served.engine(), "slow": served.engine()}
+        engines["fast"].manager.cost.block_s, engines["slow"].manager.cost.block_s = 1e-9, 1e9
+        engines["slow"].store(KEYS[:16])
+        for first in range(2000, 8000, 8):
+            engines["slow"].store(keys_of(8, first=first))
+            if not served.count(lambda host: sum(key in host.manager.primary.blocks for key in KEYS[:16])):
+                break
+
+        def learn(host: Host) -> int:
+            for blocks in (8, 16):  # a load takes a second a block
+                host.manager._tiers[0].pace.add(blocks, float(blocks), time.monotonic())
+            return 0
+
+        served.count(learn)
+        ordered = sorted(engines, key=lambda name: name != asks_first)
+        for name in ordered:  # of absent blocks, to say what computing costs
+            engine, context = engines[name], engines[name].begin()
+            engine.manager.prefetch(keys_of(2, first=9000), context)
+            engine.manager.expect(2, context)
+            engine.look_up(keys_of(2, first=9000), context)
+            engine.end(context)
+        wanted = {"fast": KEYS[:8], "slow": KEYS[8:16]}
+        contexts = {name: engines[name].begin() for name in ordered}
+        may_go_on = threading.Event()
+        served.server.call_soon(lambda: may_go_on.wait(20))
+        for name in ordered:  # in one step of the server
+            engines[name].manager.lookup_many(wanted[name], contexts[name])
+            engines[name].manager.on_schedule_end()
+        may_go_on.set()
+        found = {name: engines[name].load(wanted[name], contexts[name]) for name in ordered}
+        assert found == {"fast": 0, "slow": 8}
+        gauge = served.count(lambda host: host.manager.counters()["cpu"]["compute_block_seconds"])
+        assert gauge == 1e9, "of the slowest"
 
 
 def test_after_a_reset_no_engine_finds_a_block(tmp_path: Path) -> None:

@@ -145,6 +145,53 @@ def test_a_load_may_take_longer_if_computing_would_stall_others(bench: Bench) ->
     assert EngineCost(0.5, stalled=50).saved_by(10) == pytest.approx(5.3), "and a long one 0.3 s longer"
 
 
+FAST, SLOW = EngineCost(0.1), EngineCost(1.0)
+"""What computing costs two engines of one manager."""
+
+
+@pytest.mark.parametrize("costs", [(FAST, SLOW), (SLOW, FAST)], ids=["fast first", "slow first"])
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_an_engine_s_speed_decides_its_own_loads_only(
+    bench: Bench, costs: tuple[EngineCost, EngineCost], is_expected: bool
+) -> None:
+    for size in (4, 8):
+        ask(bench, size, load_s=0.2 * size)
+    asked = []
+    for cost in costs:  # both in one step
+        wanted, context = new_keys(10), bench.request(f"of {cost}")
+        bench.tier.present |= dict.fromkeys(wanted, True)
+        bench.manager.use_cost(cost, context)
+        if is_expected:
+            bench.manager.expect(len(wanted), context)
+        bench.lookup(wanted, context)
+        asked.append((wanted, context, cost))
+    bench.step()
+    assert [len(job) for job in bench.jobs] == [10], "2 s, and computed in 10 by one of them"
+    bench.end()
+    assert [bench.lookup(wanted, context) for wanted, context, _ in asked] == [[cost is SLOW] * 10 for cost in costs]
+
+
+@pytest.mark.parametrize("costs", [(FAST, SLOW), (SLOW, FAST)], ids=["fast first", "slow first"])
+def test_an_engine_that_computes_sooner_takes_no_block_from_another(
+    bench: Bench, costs: tuple[EngineCost, EngineCost]
+) -> None:
+    for size in (4, 8):
+        ask(bench, size, load_s=0.2 * size)
+    wanted, contexts = new_keys(10), {id(cost): bench.request(f"of {cost}") for cost in costs}
+    bench.tier.present = dict.fromkeys(wanted, True)
+    for cost in costs:
+        context = contexts[id(cost)]
+        bench.manager.use_cost(cost, context)
+        if cost is FAST and costs[0] is SLOW:
+            bench.manager.expect(10, context)
+        bench.lookup(wanted, context)
+    bench.step()
+    assert [len(job) for job in bench.jobs] == [10]
+    assert bench.lookup(wanted, contexts[id(FAST)]) == [False] * 10, "it does not wait for what another waits for"
+    bench.end()
+    assert bench.lookup(wanted, contexts[id(SLOW)]) == [True] * 10
+
+
 def test_a_prefix_is_cut_where_waiting_stops_paying(bench: Bench) -> None:
     for size in (4, 8):
         ask(bench, size, load_s=0.2 * size)

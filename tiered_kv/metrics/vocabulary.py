@@ -69,7 +69,9 @@ PRIMARY: Final = {
     "restored_tokens_total": Metric(
         "Tokens that the engine loaded, and need not compute: of the KV cache group with most."
     ),
-    "compute_block_seconds": Metric("Time in which the engine computes a prompt's first block; 0 if not known or off."),
+    "compute_block_seconds": Metric(
+        "Time in which the engine computes a prompt's first block; of several engines the slowest's; 0 if not known."
+    ),
     "compute_growth_seconds": Metric("Time that each earlier block of the prompt adds to it."),
     "compute_backlog_seconds": Metric("Time for the prompts that the engine has begun; only in vLLM."),
     "evicted_blocks_total": Metric("Blocks evicted from the primary tier to make room."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tiered_kv.base import OffloadKey
@@ -65,6 +66,7 @@ class HostSession(Protocol):
     """A session, as its namespace sees it."""
 
     leases: int
+    cost: EngineCost
     granted: dict[int, CPUBlock]
 
     @property
@@ -199,11 +201,11 @@ class Host:
         if self._history is not None:
             self._history.work(is_idle=is_idle)
 
-    def take_cost(self, cost: EngineCost) -> None:
-        """Let the manager compare loads with what computing costs an engine, unless the server's file says it."""
-        if self.config.is_prefill_measured:
-            for name in EngineCost.__slots__:
-                setattr(self.manager.cost, name, getattr(cost, name))
+    def show_costs(self) -> None:
+        """Show what computing costs the slowest engine, for which loads save the most."""
+        costs = [each.cost for each in self.sessions.values() if each.cost.is_known]
+        if costs and self.config.is_prefill_measured:
+            self.manager.shown_cost = max(costs, key=attrgetter("block_s"))
 
     def reset(self, by: HostSession) -> None:
         """Forget every block, and tell all engines."""

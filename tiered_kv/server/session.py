@@ -51,6 +51,7 @@ class Session:
         """Requests to answer in this step."""
         self.questions = Questions()
         self.cost = EngineCost()
+        """What computing costs this engine. Its requests are decided by it, unless the server's file has `prefill`."""
         self._keys = 0
         self._handlers: dict[int, Callable[[Message], None]] = {
             protocol.BEGIN: self._begin,
@@ -151,6 +152,8 @@ class Session:
         if not request.is_known:
             request.is_known = True
             self.host.manager.on_new_request(request.context)
+            if self.host.config.is_prefill_measured:
+                self.host.manager.use_cost(self.cost, request.context)
             if request.epoch != self.host.epoch:
                 self.host.manager.outdate(request.context)
 
@@ -183,8 +186,8 @@ class Session:
         )
         if not (block_s >= 0 and all(0 <= each < math.inf for each in (growth_s, backlog_s, notice_s))):
             raise ProtocolError("expected the cost of computing in seconds")
-        self.cost = EngineCost(block_s, growth_s, backlog_s, notice_s, stalled)
-        self.host.take_cost(self.cost)
+        self.cost.take(EngineCost(block_s, growth_s, backlog_s, notice_s, stalled))
+        self.host.show_costs()
         request.is_ahead, request.told = False, request.codes[:0]  # an engine waits for an answer, even the same one
         self.host.manager.end_prefetch(request.context)
         self.host.manager.expect(blocks, request.context, before=before, is_whole=bool(is_whole))
@@ -254,7 +257,6 @@ class Session:
             first = 0 if request.is_prefix else bisect_left(asked, request.asked_to)
             asked = (asked[first:] + asked[:first])[:keys_max]
             request.asked_to = asked[-1] + 1
-        self.host.take_cost(self.cost)
         look_up = manager.lookup_prefix if request.is_prefix else manager.lookup_many
         answers = look_up([request.keys[index] for index in asked], request.context)
         if request.is_prefix and False in answers:

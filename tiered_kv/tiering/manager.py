@@ -76,7 +76,8 @@ class TieringOffloadingManager(CalledManager):
         self.secondary_tiers = list(secondary_tiers)
         self.limits = limits or ManagerLimits()
         self._clock = clock
-        self.cost = EngineCost(compute_block_s)
+        self.cost = self.shown_cost = EngineCost(compute_block_s)
+        """What computing costs the engine; and whose cost the gauges show, of several engines."""
         self.notices = Notices()
         block_bytes, num_blocks = primary.backend.block_size, primary.backend.num_blocks
         settings = settings or [TierSettings(type=tier.tier_type) for tier in self.secondary_tiers]
@@ -99,9 +100,9 @@ class TieringOffloadingManager(CalledManager):
         self._cascade = Cascade(primary)
         self._uses = Uses(primary, self._tiers, clock)
         blocks_max = self.limits.promotion_blocks_max or max(num_blocks // 2, 1)
-        self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock, self.cost, self._fill)
+        self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock, self._fill)
         self._requests = RequestTable(
-            self.limits.requests_max, self.limits.wait_max_s, self._end_request, clock, primary.outdated
+            self.limits.requests_max, self.limits.wait_max_s, self._end_request, clock, primary.outdated, self.cost
         )
         self._search = Search(self._tiers, self._promotions, self._requests, self.limits.wait_max_s, clock, history)
         self._lookup_below = self._search.below
@@ -210,6 +211,10 @@ class TieringOffloadingManager(CalledManager):
 
     def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0, is_whole: bool = False) -> None:
         self._search.expect(blocks, before, self._requests.state_of(req_context), is_whole=is_whole)
+
+    def use_cost(self, cost: EngineCost, req_context: ReqContext) -> None:
+        """Decide a request's loads by what computing costs its engine, one of several, from now on."""
+        self._requests.state_of(req_context).cost = cost
 
     def is_ahead(self, req_context: ReqContext) -> bool:
         """Return whether the prefetch of a request may still find blocks, or left some that would come too late."""
@@ -545,7 +550,7 @@ class TieringOffloadingManager(CalledManager):
         of_primary: dict[str, Any] = {
             **self.primary.snapshot(),
             **self._account.snapshot(),
-            **self.cost.snapshot(),
+            **self.shown_cost.snapshot(),
             "promotion_blocks": self._promotions.blocks_taken,
             "released_holds_total": self._promotions.released_holds,
             "forgotten_requests_total": self._requests.forgotten,
@@ -558,7 +563,7 @@ class TieringOffloadingManager(CalledManager):
     def estimates(self) -> dict[str, dict[str, float]]:
         """Return the gauges of the times that decide whether blocks are loaded, by tier. Any thread may call."""
         of_tiers = {guarded.name: guarded.pace.snapshot() for guarded in self._tiers}
-        return {PRIMARY_NAME: self.cost.snapshot(), **of_tiers}
+        return {PRIMARY_NAME: self.shown_cost.snapshot(), **of_tiers}
 
     def disabled_tiers(self) -> set[str]:
         """Return the names of the tiers that are not used any more. Any thread may call."""

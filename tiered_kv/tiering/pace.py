@@ -39,7 +39,7 @@ def computed_blocks(keys: Iterable[OffloadKey]) -> int:
 
 @dataclass(slots=True)
 class EngineCost:
-    """What computing costs the engine, in seconds. The manager's thread writes it, and all tiers' paces read it."""
+    """What computing costs an engine, in seconds. The manager's thread writes it. Several engines have one each."""
 
     block_s: float = math.inf
     """Of a block; infinite if every load is worth its wait."""
@@ -55,6 +55,11 @@ class EngineCost:
     @property
     def is_known(self) -> bool:
         return self.block_s < math.inf
+
+    def take(self, other: EngineCost) -> None:
+        """Become equal to another one, for all who hold this one."""
+        for name in EngineCost.__slots__:
+            setattr(self, name, getattr(other, name))
 
     def snapshot(self) -> dict[str, float]:
         """Return the gauges; 0 if every load is worth its wait. Any thread may call."""
@@ -82,7 +87,8 @@ class Pace:
 
     Both are a least-squares fit over the last loads. The size of a load is the number of blocks in flight at its
     submission, including its own: it waits for the loads before it. Stores share the device, so as many of their blocks
-    count too. The time of the tier's answers to lookups is estimated too.
+    count too. The time of the tier's answers to lookups is estimated too. These are the tier's, for all engines; what
+    a load saves is an engine's: `cost` is that of requests which have none of their own.
     """
 
     def __init__(self, cost: EngineCost) -> None:
@@ -127,7 +133,14 @@ class Pace:
         return {"expected_load_seconds": load_s, "expected_block_seconds": block_s}
 
     def worth(
-        self, blocks: int, in_flight: int, saved: Callable[[int], float], backlog_s: float, *, is_whole: bool = False
+        self,
+        blocks: int,
+        in_flight: int,
+        saved: Callable[[int], float],
+        backlog_s: float,
+        *,
+        is_whole: bool = False,
+        cost: EngineCost | None = None,
     ) -> int:
         """Return how many of `blocks` blocks, from the first one on, arrive before the engine would have computed them.
 
@@ -136,10 +149,11 @@ class Pace:
             saved: Returns how many seconds the engine saves by so many of them.
             backlog_s: How long the engine is busy before it would compute them.
             is_whole: Whether a part of them is of no use.
+            cost: Of the request's engine.
         """
         if not self.is_known:
             return blocks if is_whole else min(blocks, FIRST_LOADS[self._seen])
-        wait_s = backlog_s - self.cost.notice_s
+        wait_s = backlog_s - (cost or self.cost).notice_s
 
         def is_worth(part: int) -> bool:
             return self._load_of(in_flight + part) <= wait_s + saved(part)
@@ -176,14 +190,16 @@ class Pace:
         now_s: float,
         *,
         is_whole: bool = False,
+        cost: EngineCost | None = None,
     ) -> int:
         """Return how many blocks come in time if the tier has all, after its answer; all of them if a try is due.
 
         The request has waited `waited_s` for the answer. The others are as in `worth`.
         """
-        answer_s, compute_s = max(self._lookup_s, waited_s), self.cost.backlog_s + saved(blocks)
+        backlog_s = (cost or self.cost).backlog_s
+        answer_s, compute_s = max(self._lookup_s, waited_s), backlog_s + saved(blocks)
         if self.is_known or answer_s <= compute_s:
-            worth = self.worth(blocks, in_flight, saved, self.cost.backlog_s - answer_s, is_whole=is_whole)
+            worth = self.worth(blocks, in_flight, saved, backlog_s - answer_s, is_whole=is_whole, cost=cost)
             if worth:
                 return worth
         due_s = max(self._due_s, self._answered_s + RETRY_S)

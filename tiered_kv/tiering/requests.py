@@ -11,6 +11,7 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.history.ledger import RequestLog
 from tiered_kv.reasons import Fate
 from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.pace import EngineCost
 
 PAUSE_S_MAX = 1.0
 """The most that counts as waiting between two lookups: an engine that does not ask for longer does not wait."""
@@ -121,12 +122,18 @@ class RequestState:
 
     req_context: ReqContext
     lookups: LookupState
+    cost: EngineCost
+    """Of the engine that asks: what it reports decides its own loads only."""
     loads: LoadState = field(default_factory=LoadState)
     stores: StoreState = field(default_factory=StoreState)
     is_finished: bool = False
     """Whether the engine has finished it; its last stores are still in flight."""
     log: RequestLog | None = None
     """What the history knows of it; None until it asks for blocks, and without a history."""
+
+    def computes_sooner_than(self, guarded: GuardedTier) -> bool:
+        """Return whether its engine would not wait for the tier, or for no more of its blocks."""
+        return self.lookups.timed_out.get(guarded) is Fate.TOO_SLOW or self.lookups.load_room.get(guarded, 1) <= 0
 
     def forget_blocks(self) -> None:
         """Forget what is known of blocks after a reset."""
@@ -149,6 +156,7 @@ class RequestTable:
     `wait_max_s` after it began; then failed keys may be tried again. If it waits at that time, the next one has waited
     as long. A request whose last stores do not end is forgotten `wait_max_s` after it finished. Beyond `requests_max`
     the oldest request is forgotten. `forget` is called with each forgotten state. Requests in `outdated` load nothing.
+    `cost` is that of requests whose engine has none of its own.
     """
 
     def __init__(
@@ -158,9 +166,11 @@ class RequestTable:
         forget: Callable[[RequestState], None],
         clock: Callable[[], float],
         outdated: Container[str],
+        cost: EngineCost,
     ) -> None:
         self._requests_max = requests_max
         self._outdated = outdated
+        self._cost = cost
         self._wait_max_s = wait_max_s
         self._forget = forget
         self._clock = clock
@@ -188,7 +198,7 @@ class RequestTable:
             if not req_id:
                 self._anonymous_until_s = self._clock() + 2 * self._wait_max_s
             lookups = LookupState(Fate.RESET if req_id in self._outdated else None)
-            state = self.states[req_id] = RequestState(req_context, lookups)
+            state = self.states[req_id] = RequestState(req_context, lookups, self._cost)
         return state
 
     def log_of(self, state: RequestState) -> RequestLog:

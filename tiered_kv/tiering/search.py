@@ -313,7 +313,7 @@ class Search:
         lookups.blocks_before, lookups.is_whole = before, is_whole
         if state.loads.promoting or state.loads.held:
             return
-        for guarded in self._compared():
+        for guarded in self._compared(state):
             worth = self._leave_if_late(guarded, state, blocks, blocks, self._now_s, is_whole=is_whole)
             if 0 < worth < blocks:
                 lookups.load_room[guarded] = worth
@@ -331,16 +331,16 @@ class Search:
 
     def _leave_late_tiers(self, state: RequestState) -> None:
         """Stop asking tiers whose answer and blocks would arrive later than the blocks are computed."""
-        for guarded in self._compared():
+        for guarded in self._compared(state):
             asked = {key: since_s for (key, tier), since_s in state.lookups.unanswered.items() if tier is guarded}
             computed = computed_blocks(asked)
             if asked and not self._leave_if_late(guarded, state, len(asked), computed, min(asked.values())):
                 for key in asked:
                     del state.lookups.unanswered[key, guarded]
 
-    def _compared(self) -> list[GuardedTier]:
-        """Return the tiers in use, if the time to compute a block is known."""
-        return [guarded for guarded, _ in self._searched if guarded.pace.cost.is_known]
+    def _compared(self, state: RequestState) -> list[GuardedTier]:
+        """Return the tiers in use, if the engine's time to compute a block is known."""
+        return [guarded for guarded, _ in self._searched] if state.cost.is_known else []
 
     def _leave_if_late(
         self,
@@ -353,7 +353,7 @@ class Search:
         is_whole: bool = False,
     ) -> int:
         """Return how many blocks would come sooner than computed; if none, stop asking the tier for this request."""
-        reserved, before, cost = guarded.loads.reserved_blocks, state.lookups.blocks_before or 0, guarded.pace.cost
+        reserved, before, cost = guarded.loads.reserved_blocks, state.lookups.blocks_before or 0, state.cost
         worth = guarded.pace.worth_asking(
             blocks,
             guarded.blocks_before_load(reserved + blocks) + reserved,
@@ -361,6 +361,7 @@ class Search:
             self._now_s - since_s,
             self._now_s,
             is_whole=is_whole or computed < blocks,
+            cost=cost,
         )
         if not worth:
             state.lookups.timed_out[guarded] = Fate.TOO_SLOW

@@ -76,6 +76,8 @@ class Promotion:
     block: CPUBlock
     guarded: GuardedTier
     waiters: list[RequestState]
+    cost: EngineCost
+    """Of the engine that it is loaded for; requests of others may wait for it too."""
     is_ahead: bool
     """Begun by a prefetch: the request has not asked yet, and may ask for a longer part of its prefix."""
     is_try: bool = False
@@ -96,12 +98,10 @@ class Promotions:
         blocks_max: int,
         hold_s: float,
         clock: Callable[[], float],
-        cost: EngineCost,
         on_loaded: Callable[[SubmittedJob, list[CPUBlock]], None],
     ) -> None:
         self.primary = primary
         self._on_loaded = on_loaded
-        self._cost = cost
         self.blocks_max = blocks_max
         self.released_holds = 0
         self._hold_s = hold_s
@@ -137,7 +137,7 @@ class Promotions:
             return may_wait
         chain.extend(blocks)
         blocks[0].source = guarded.name
-        promotion = Promotion(blocks[0], guarded, [state], not state.lookups.is_asking)
+        promotion = Promotion(blocks[0], guarded, [state], state.cost, not state.lookups.is_asking)
         self._table[key] = promotion
         self.batches.setdefault((guarded, state), []).append(promotion)
         guarded.loads.reserved_blocks += 1
@@ -148,6 +148,8 @@ class Promotions:
         """Let a request wait for a running promotion; return False if it should not wait."""
         promotion = self._table.get(key)
         if promotion is None or promotion.guarded in state.lookups.failed.get(key, ()):
+            return False
+        if promotion.cost is not state.cost and state.computes_sooner_than(promotion.guarded):
             return False
         if key not in state.loads.promoting:
             promotion.waiters.append(state)
@@ -171,9 +173,20 @@ class Promotions:
 
     def submit(self) -> None:
         """Submit the loads begun since the last call: one job for each tier and request."""
-        batches, self.batches = self.batches, {}
-        now_s, backlog_s = self._clock(), self._cost.backlog_s
+        backlogs_s: dict[int, float] = {}
+        while self.batches:  # another engine may want what is not worth its wait for one
+            batches, self.batches = self.batches, {}
+            self._submit(batches, backlogs_s, self._clock())
+
+    def _submit(
+        self,
+        batches: dict[tuple[GuardedTier, RequestState], list[Promotion]],
+        backlogs_s: dict[int, float],
+        now_s: float,
+    ) -> None:
         for (guarded, state), promotions in batches.items():
+            cost = state.cost
+            backlog_s = backlogs_s.setdefault(id(cost), cost.backlog_s)
             guarded.loads.reserved_blocks -= len(promotions)
             blocks = [promotion.block for promotion in promotions]
             chain = blocks[0].chain
@@ -181,19 +194,24 @@ class Promotions:
                 blocks = chain.in_order(blocks)  # as for stores: tiers that evict by use know prefixes by it
             # A half-open breaker admits one job, which may be another one of this step.
             refusal = guarded.refusal()
-            if not refusal and self._cost.is_known:
+            if not refusal and cost.is_known:
                 keys = [block.key for block in blocks]
                 worth = self._worth(keys, guarded, state, backlog_s)
                 if worth < len(keys):
                     before = (state.lookups.blocks_before or 0) + worth
-                    backlog_s += self._cost.of(computed_blocks(keys[worth:]), before)
+                    backlogs_s[id(cost)] += cost.of(computed_blocks(keys[worth:]), before)
+                    if len({id(waiter.cost) for each in promotions for waiter in each.waiters}) > 1:
+                        blocks[worth:] = self._hand_on(blocks[worth:], cost)
+                        promotions = [self._table[block.key] for block in blocks]
+                        if not blocks:
+                            continue
                     if worth or not self._is_tried(promotions, guarded, now_s):
                         self._refuse(blocks[worth:], guarded, TOO_SLOW, "cut" if worth else "late")
                         del blocks[worth:]
             keys = [block.key for block in blocks]
             if refusal or (keys and not guarded.submit(keys, blocks, state.req_context, self, is_promotion=True)):
                 self._refuse(blocks, guarded, refusal)
-            elif keys and self._cost.is_known and (promotions[0].is_try or not guarded.pace.is_known):
+            elif keys and cost.is_known and (promotions[0].is_try or not guarded.pace.is_known):
                 guarded.account.learning("try" if promotions[0].is_try else "first")
 
     def _refuse(self, blocks: Sequence[CPUBlock], guarded: GuardedTier, reason: str, slow_reason: str = "") -> None:
@@ -307,10 +325,27 @@ class Promotions:
         return guarded.pace.worth(
             len(keys),
             guarded.blocks_before_load(len(keys)),
-            lambda part: self._cost.saved_by(rest + part, before),
+            lambda part: state.cost.saved_by(rest + part, before),
             backlog_s,
             is_whole=is_whole,
+            cost=state.cost,
         )
+
+    def _hand_on(self, blocks: Sequence[CPUBlock], cost: EngineCost) -> list[CPUBlock]:
+        """Let requests of other engines have blocks that are too slow for one; return those that none waits for."""
+        left = []
+        for block in blocks:
+            promotion = self._table[block.key]
+            others = [state for state in promotion.waiters if state.cost is not cost]
+            if not others:
+                left.append(block)
+                continue
+            promotion.waiters = [state for state in promotion.waiters if state.cost is cost]
+            self._fail(promotion, TOO_SLOW)
+            promotion.waiters, promotion.cost = others, others[0].cost
+            self.batches.setdefault((promotion.guarded, others[0]), []).append(promotion)
+            promotion.guarded.loads.reserved_blocks += 1
+        return left
 
     def _is_tried(self, promotions: list[Promotion], guarded: GuardedTier, now_s: float) -> bool:
         """Return whether a batch that is too slow is loaded as a try, which no request waits for; count it then."""
