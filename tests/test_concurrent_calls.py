@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier
-from tests.support.stacks import PATIENT, Register, stack_of
+from tests.support.stacks import PATIENT, Register, manager_of, stack_of
 from tiered_kv.async_stack import AsyncStack
+from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext, make_offload_key
 from tiered_kv.buffers import Blocks
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.control import wait_until
@@ -178,3 +179,41 @@ def test_the_longest_waiting_get_is_first_to_get_room(held: dict[str, object], g
         finally:
             is_over = True
         assert all(each.result(WAIT_S) for each in others)
+
+
+def test_a_put_names_each_block_to_the_manager_once() -> None:
+    with open_stack(stack_of(blocks=256)) as stack:
+        named: list[int] = []
+        manager = manager_of(stack)
+        prepare = manager.prepare_store
+
+        def counted(keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+            named.append(len(keys))
+            return prepare(keys, req_context)
+
+        manager.prepare_store = counted  # type: ignore[method-assign]
+        keys, content = value_of(0, 300)
+        assert stack.put(keys, content, timeout=WAIT_S) == 256
+        assert sum(named) == 256
+        assert (stack.get(keys, timeout=WAIT_S) == content[:256]).all()
+
+
+def test_a_put_evicts_none_of_its_blocks_for_its_later_ones(gate: Gate) -> None:
+    """It waits for the rows that another call reads, and gets those of other calls."""
+    with open_stack(stack_of(blocks=64)) as stack, ThreadPoolExecutor(1) as pool:
+        others, content = value_of(1, 64)
+        assert stack.put(others, content, timeout=WAIT_S) == 64
+        context = ReqContext("reader")
+        manager = manager_of(stack)
+        manager.on_new_request(context)
+        pinned = [make_offload_key(key, 0) for key in others[:8]]
+        assert manager.lookup_many(pinned, context) == [True] * 8
+        manager.prepare_load(pinned, context)
+        manager.on_schedule_end()
+        keys, content = value_of(0, 64)
+        assert stack.put(keys, content, timeout=0.1) == 56
+        assert (stack.get(keys) == content[:56]).all()
+        manager.complete_load(pinned, context)
+        manager.on_request_finished(context)
+        assert pool.submit(stack.put, keys, content, timeout=WAIT_S).result(WAIT_S) == 64
+        assert (stack.get(keys) == content).all()

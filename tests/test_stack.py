@@ -49,14 +49,19 @@ class Copied(np.ndarray[Any, np.dtype[np.uint8]]):
     """Blocks that call something with the number of each that is copied, from here or to here."""
 
     on_copy: Callable[[int], None] | None = None
+    first = 0  # the number of its first block
 
     def __array_finalize__(self, parent: Any) -> None:
         self.on_copy = getattr(parent, "on_copy", None)
+        self.first = getattr(parent, "first", 0)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int) and self.on_copy is not None:
-            self.on_copy(index)
-        return super().__getitem__(index)
+            self.on_copy(self.first + index)
+        found = super().__getitem__(index)
+        if isinstance(index, slice) and isinstance(found, Copied):
+            found.first = self.first + (index.start or 0)
+        return found
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if self.on_copy is not None:

@@ -31,6 +31,8 @@ class BlockFacade(StackCalls[M]):
 
     _batch_blocks: int
     """Blocks that one call moves at a time; at most the smallest tier's budget in flight."""
+    _is_told_late = False
+    """Whether the manager hears later than at the store that a block has found no room."""
 
     def _keys_of(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
         return keys_of(block_hashes)
@@ -170,20 +172,21 @@ class BlockFacade(StackCalls[M]):
     def _put(self, keys: Sequence[OffloadKey], blocks: Blocks, end_s: float, hints: HintsAsGiven, epoch: int) -> int:
         has_secondary = self._manager.has_tiers_below
         count = len(keys) if has_secondary else _fitting(keys, self.region.num_blocks)
-        done, batch = 0, self._batch_blocks
+        done, batches = 0, 0
         with self._request("put", hints, epoch) as context:
-            pause_s = PAUSE_MIN_S
+            if not has_secondary:
+                with self._lock:
+                    self._manager.spare_own(context)
+            batch, pause_s = self._batch_blocks, PAUSE_MIN_S
             while done < count:
                 if self._manager.stores_nothing_of(context):
                     return 0
-                # Without secondary tiers an evicted block is lost. So the blocks that this call has stored are named
-                # again: the manager does not evict them for blocks that come after them.
-                first, stop = (done if has_secondary else 0), min(done + batch, count)
+                stop = min(done + batch, count)
                 # Wait until every tier has reserved room; a tier without room skips them.
                 is_reserved = has_secondary and self._wait(partial(self._manager.reserve_stores, stop - done), end_s)
                 reserved = stop - done if is_reserved else 0
-                if self._store(keys[first:stop], blocks[first:stop], context, reserved):
-                    done = stop
+                if self._store(keys[done:stop], blocks[done:stop], context, reserved, end_s):
+                    done, batches = stop, batches + 1
                     batch, pause_s = self._batch_blocks, PAUSE_MIN_S
                 elif stop - done > 1:
                     batch = (stop - done) // 2
@@ -191,6 +194,9 @@ class BlockFacade(StackCalls[M]):
                     break  # neither a transfer nor another call will make room
                 else:
                     pause_s = pause(pause_s)  # not for a message: each refusal is one
+            # Later blocks, also of other calls, may have taken the room of the first ones.
+            if batches > 1 and (self._is_told_late or not has_secondary):
+                done = self._follow(keys[:done], context, end_s, self._manager.contains_many)
             return 0 if self._manager.is_outdated(context) else done
 
     def _flush(self, end_s: float) -> bool:
@@ -216,27 +222,35 @@ class BlockFacade(StackCalls[M]):
         Without `out` it is 0 after a reset.
         """
         epoch, end_s = self.epoch, time.monotonic() + timeout
-        taken, count = 0, len(keys)
         with self._request(verb, hints) as context:
-            pause_s = PAUSE_MIN_S
-            while taken < count:
-                wanted = keys[taken : min(taken + self._batch_blocks, count)]
-                ready, known = self._take(wanted, None if out is None else out[taken:], context, ask)
-                taken += ready
-                if known < len(wanted):  # a miss: the blocks after it are useless
-                    count = taken - ready + known
-                if ready < len(wanted) and time.monotonic() >= end_s:
-                    break  # also if a slow tier loads one block after another
-                if ready:
-                    pause_s = PAUSE_MIN_S
-                elif taken < count:
-                    pause_s = self._pause(pause_s)
+            taken = self._follow(keys, context, end_s, ask, out)
         return taken if out is not None or self.epoch == epoch else 0
+
+    def _follow(
+        self, keys: Sequence[OffloadKey], context: ReqContext, end_s: float, ask: _Ask, out: Blocks | None = None
+    ) -> int:
+        """Return what `_prefix` does, for a request that has begun."""
+        taken, count, pause_s = 0, len(keys), PAUSE_MIN_S
+        while taken < count:
+            wanted = keys[taken : min(taken + self._batch_blocks, count)]
+            ready, known = self._take(wanted, None if out is None else out[taken:], context, ask)
+            taken += ready
+            if known < len(wanted):  # a miss: the blocks after it are useless
+                count = taken - ready + known
+            if ready < len(wanted) and time.monotonic() >= end_s:
+                break  # also if a slow tier loads one block after another
+            if ready:
+                pause_s = PAUSE_MIN_S
+            elif taken < count:
+                pause_s = self._pause(pause_s)
+        return taken
 
     # One step each, under the lock but for the copies.
 
-    def _store(self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext, reserved: int) -> bool:
-        """Store all of `keys`, or return False if there is no room for all of them.
+    def _store(
+        self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext, reserved: int, end_s: float
+    ) -> bool:
+        """Store all of `keys`, or return False if there is no room for all of them, or none was granted by `end_s`.
 
         Releases the tiers' reservation of `reserved` blocks.
         """

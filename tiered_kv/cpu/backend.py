@@ -32,6 +32,7 @@ class RequestChain:
         note: The policy's own data of the request.
         position_of: Returns where a block of the request ends, in tokens, or None: `ReqContext`'s method. None if the
             engine does not give positions.
+        spares_own: Whether none of its blocks is evicted for its later ones.
         step: The distance between the positions of neighbouring blocks: 1, or larger if the engine gives positions.
     """
 
@@ -44,6 +45,7 @@ class RequestChain:
         "last_use",
         "note",
         "position_of",
+        "spares_own",
         "step",
     )
 
@@ -52,6 +54,7 @@ class RequestChain:
         self.last_use = 0
         self.note: Any = None  # Any: the policy's own type
         self.position_of: Callable[[OffloadKey], int | None] | None = None
+        self.spares_own = False
         self.step = 1
         self._next_position = 0
         self._ordered: tuple[Sequence[CPUBlock], list[int]] | None = None  # the last list in order, and its positions

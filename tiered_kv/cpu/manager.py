@@ -378,7 +378,7 @@ class CPUOffloadingManager(OffloadingManager):
         if ahead > missing and (victims := evict(ahead, step, chain)):
             return victims
         # The request's own blocks go last: its tail is worth little without its head.
-        return evict(missing, step, chain) or evict(missing, step)
+        return evict(missing, step, chain) or (None if chain.spares_own else evict(missing, step))
 
     def written_blocks(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> list[CPUBlock]:
         """Return the blocks of `keys` that this request was to write; free them if a reset has removed them.

@@ -37,6 +37,8 @@ class AttachedManager(CacheManager):
 
     keys_are_alike = True
     """Whether all keys have one length."""
+    callers_have_timeouts = False
+    """Whether who waits for blocks ends that itself. For an engine, they are misses after the server's `wait_s`."""
 
     def __init__(
         self,
@@ -366,7 +368,8 @@ class AttachedManager(CacheManager):
         if request.number in self._unsent:  # the step has not ended in which it was looked up
             return None
         limit_s = link.welcome.answer_s if request.waits_for_answer else link.welcome.wait_s
-        if self._now_s - request.asked_s <= limit_s:
+        is_unbounded = self.callers_have_timeouts and not request.waits_for_answer
+        if is_unbounded or self._now_s - request.asked_s <= limit_s:
             return None
         self._misses["too_late"] += 1
         return False

@@ -17,7 +17,7 @@ from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.facade import BlockFacade, keys_of
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink
-from tiered_kv.server.attached_request import parts_of
+from tiered_kv.server.attached_request import AttachedRequest, parts_of
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import KEY_BYTES_MAX, Hello, Message
@@ -27,6 +27,8 @@ START_A_SERVER: Final = "start 'tiered-kv serve STACK --socket PATH'"
 AWAIT_S: Final = 0.002
 """How long a thread waits for a message that another thread of the process may take."""
 _BATCH_BLOCKS_MAX: Final = 256
+_REQUEST_KEYS_MAX: Final = 4096
+"""Keys of a call that the server knows at a time; for each message it looks at all of them."""
 _DIGEST_BYTES: Final = 64
 
 
@@ -65,6 +67,7 @@ class ProgramManager(AttachedManager, CalledManager):
     """An attached manager with what the calls of a program need."""
 
     keys_are_alike = False
+    callers_have_timeouts = True
     _has_heard = False
     """Whether a message came since a thread last waited for one."""
 
@@ -85,8 +88,24 @@ class ProgramManager(AttachedManager, CalledManager):
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return what `CalledManager` says, but False in place of None behind a missing block of the request."""
-        self._request_of(req_context).is_prefix = True
+        request = self._request_of(req_context)
+        request.is_prefix = True
+        if request.keys and len(request.keys) + len(keys) > _REQUEST_KEYS_MAX and request.transfers <= 0:
+            rows = request.rows
+            if any(key not in rows for key in keys):
+                self._begin_anew(request)
         return self.lookup_many(keys, req_context)
+
+    def _begin_anew(self, request: AttachedRequest) -> None:
+        """Go on as another request of the server: what it knows of one has a limit, and a call's keys have none."""
+        if request.link is not None and request.link is self.link:
+            self.server.send(protocol.END, request.number)
+        for requests in (self._by_number, self._unsent):
+            requests.pop(request.number, None)
+        self._number = self._number % 0xFFFFFFFF + 1
+        request.number = self._number
+        self._by_number[request.number] = request
+        request.forget_answers()
 
     def let_go(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._release(keys, self._request_of(req_context))
@@ -115,6 +134,9 @@ class ProgramManager(AttachedManager, CalledManager):
 
     def is_outdated(self, req_context: ReqContext) -> bool:
         return self._request_of(req_context).is_outdated
+
+    def spare_own(self, req_context: ReqContext) -> None:
+        """Do nothing: the server evicts the blocks of the request that was used last after all others."""
 
     def reserve_stores(self, num_blocks: int) -> bool:
         """Return True: the server limits what its tiers store."""
@@ -155,13 +177,16 @@ class HostStack(BlockFacade[ProgramManager]):
     """The cache of a host, with the calls of a `Stack` but `counters` and `explain`. Any thread may call it.
 
     While the server is away, nothing is stored and every block is a miss. The program is attached again when the server
-    is back. `put` counts what it has handed over, and asks for no receipt: a server that has just been stopped stores
-    it when it goes on, and one that ends loses it with all of its memory. Nor does `put` wait for the tiers below: of
-    blocks over a `store_budget` they store none.
+    is back. `put` counts what it has handed over at once, and asks for no receipt: a server that has just been stopped
+    stores it when it goes on, and one that ends loses it with all of its memory. Of more blocks than it hands over at
+    once (256, or a quarter of the memory) it counts those that the server then says it has. It does not wait for the
+    tiers below: of blocks over a `store_budget` they store none.
 
     Args:
         attachment: Has a connection.
     """
+
+    _is_told_late = True
 
     def __init__(self, attachment: Attachment) -> None:
         manager = ProgramManager(attachment, on_attached=self._attached)
@@ -200,16 +225,19 @@ class HostStack(BlockFacade[ProgramManager]):
     def _keys_of(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
         return names_of(keys_of(block_hashes))
 
-    def _store(self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext, reserved: int) -> bool:
-        if super()._store(keys, blocks, context, reserved):
+    def _store(
+        self, keys: Sequence[OffloadKey], blocks: Blocks, context: ReqContext, reserved: int, end_s: float
+    ) -> bool:
+        if super()._store(keys, blocks, context, reserved, end_s):
             return True
         link = self._manager.link  # it has asked for rows; to store fewer blocks at a time would take longer
         if link is not None:
-            self._wait(lambda: not self._manager.is_granting, time.monotonic() + link.welcome.answer_s)
+            until_s = min(end_s, time.monotonic() + link.welcome.answer_s)
+            self._wait(lambda: not self._manager.is_granting, until_s)
             with self._lock:
                 if self._manager.stores_nothing_of(context):  # the server has gone meanwhile
                     return False
-        return super()._store(keys, blocks, context, reserved)
+        return super()._store(keys, blocks, context, reserved, end_s)
 
     def _flush(self, end_s: float) -> bool:
         with self._call():

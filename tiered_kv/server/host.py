@@ -118,6 +118,7 @@ class Host:
         self._history = self.stack.history
         self.index = RowIndex(self.manager.primary.blocks, self.generations.values)
         self.sessions: dict[str, HostSession] = {}
+        self._steps = 0
         self.requests = self.keys = 0
         """Of all sessions."""
         self.leases_max = max(1, config.primary_blocks // LEASE_SHARE)
@@ -188,8 +189,10 @@ class Host:
 
     def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
         """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
+        self._steps += 1
         sessions = list(self.sessions.values())
-        for session in sessions:
+        first = self._steps % max(1, len(sessions))
+        for session in sessions[first:] + sessions[:first]:  # none is always the first to take the leases that are left
             _try(session, session.answer_changed, on_error)
         self.manager.on_schedule_end()
         for session in sessions:

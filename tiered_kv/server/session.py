@@ -102,7 +102,9 @@ class Session:
     # Once a step.
 
     def answer_changed(self) -> None:
-        """Look up, before the manager's step ends, what requests have named in it."""
+        """Look up, before the manager's step ends, what requests have named in it. Who waits for leases comes first."""
+        for request in [each for each in self.waiting.values() if each.lacks_leases]:
+            self._look_up(request, ASKED_AGAIN_MAX)
         changed, self.changed = self.changed, {}
         for request in changed.values():
             if request.is_ahead:
@@ -259,10 +261,10 @@ class Session:
             request.asked_to = asked[-1] + 1
         look_up = manager.lookup_prefix if request.is_prefix else manager.lookup_many
         answers = look_up([request.keys[index] for index in asked], request.context)
-        if request.is_prefix and False in answers:
-            request.end_prefix(asked[answers.index(False)])
-        room = self._lease_room
-        ready: list[int] = []
+        room, ready = self._lease_room, list[int]()
+        if request.is_prefix:
+            self._answer(request, *request.take_head(asked, answers, room, manager.primary.blocks))
+            return
         for index, answer in zip(asked, answers, strict=True):
             if answer and len(ready) < room:
                 codes[index] = manager.primary.blocks[request.keys[index]].block_id
@@ -317,11 +319,12 @@ class Session:
     def _lease_room(self) -> int:
         return min(self.host.leases_max - self.leases, self.host.lease_room)
 
-    def _answer(self, request: SessionRequest, ready: Sequence[int]) -> None:
-        """Tell the engine what has changed, then pin the `ready` rows: that takes longer, and evicts nothing."""
+    def _answer(self, request: SessionRequest, ready: Sequence[int], behind: int = 0) -> None:
+        """Tell the engine what has changed, then pin the `ready` rows; `behind` others wait only for those before."""
         codes, first = request.codes, request.answered
-        request.unanswered = codes.count(protocol.WAITING) if first + len(ready) < len(codes) else 0
-        if request.unanswered:
+        waiting = codes.count(protocol.WAITING) if first + len(ready) < len(codes) else 0
+        request.unanswered = waiting - behind
+        if waiting:
             request.promoting = self.host.manager.promoting(request.context)
             while codes[request.answered] != protocol.WAITING:
                 request.answered += 1

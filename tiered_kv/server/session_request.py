@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import truth
 from typing import Any, Final
 
 import numpy as np
@@ -42,6 +44,8 @@ class SessionRequest:
     """Whether it waits in the engine's queue."""
     is_prefix: bool = False
     """Whether blocks behind a missing one are of no use."""
+    lacks_leases: bool = False
+    """Whether it is such a prefix, and its session had no lease left for a block that is ready."""
     has_hole: bool = False
     """Whether it is such a prefix, and a block is missing."""
     prefetched: int = 0
@@ -68,6 +72,29 @@ class SessionRequest:
         for index in range(missing, len(self.codes)):
             if self.codes[index] == protocol.WAITING:
                 self.codes[index] = protocol.MISSING
+
+    def take_head(
+        self, asked: Sequence[int], answers: Sequence[bool | None], room: int, blocks: Mapping[OffloadKey, CPUBlock]
+    ) -> tuple[list[int], int]:
+        """Note the rows of the ready blocks at the head of a prefix, which are leased: at most `room`.
+
+        It leases none behind a block that is not ready: so it keeps no row from others that need it to go on.
+
+        Args:
+            asked: Places of the keys without a final code.
+            answers: Whether the block at each of these places is ready (True), missing (False), or may come.
+
+        Returns:
+            These rows, and how many other blocks are ready and wait only for those before them.
+        """
+        if False in answers:
+            self.end_prefix(asked[answers.index(False)])
+        ready = sum(1 for _ in takewhile(truth, answers))
+        self.lacks_leases = ready > room
+        rows = [blocks[self.keys[index]].block_id for index in asked[: min(ready, room)]]
+        for index, row in zip(asked, rows, strict=False):
+            self.codes[index] = row
+        return rows, 0 if self.lacks_leases else answers.count(True) - ready
 
     def unsplit_from(self, first: int) -> list[tuple[bytes, int]]:
         """Return the messages whose keys are those from `first` on; none if these have been split."""

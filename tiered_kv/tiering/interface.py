@@ -132,6 +132,10 @@ class CalledManager(CacheManager):
         """Return whether a request began before a reset."""
 
     @abstractmethod
+    def spare_own(self, req_context: ReqContext) -> None:
+        """Evict none of a request's blocks for its later ones: without secondary tiers they would be lost."""
+
+    @abstractmethod
     def reserve_stores(self, num_blocks: int) -> bool:
         """Reserve store budget in every tier; return False if a tier has too little now.
 

@@ -461,6 +461,9 @@ class TieringOffloadingManager(CalledManager):
     def jobs_in_flight(self) -> int:
         return sum(len(guarded.jobs) for guarded in self._tiers)
 
+    def spare_own(self, req_context: ReqContext) -> None:
+        self.primary.chain_of(req_context).spares_own = True
+
     def reserve_stores(self, num_blocks: int) -> bool:
         if any(guarded.is_full_for(num_blocks) for guarded in self._tiers):
             return False
