@@ -136,3 +136,7 @@ def test_the_tests_admit_the_oldest_libraries_that_the_extras_admit() -> None:
 
     of_extras = floors(extras.keys() - {"test", "docs", "all", "torch", "transformers"})
     assert of_extras <= floors({"test"})
+
+
+def test_continuous_integration_tries_the_oldest_libraries() -> None:
+    assert "pip install --quiet --python \"$own/bin/python\" --resolution lowest-direct '.[test]'" in CI

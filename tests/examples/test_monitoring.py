@@ -88,7 +88,7 @@ class Busy:
         requests = itertools.chain.from_iterable(
             ChatWorkload(seed=seed, chats=80, turns=4, active_chats=16, turn_blocks=4).requests() for seed in range(99)
         )
-        settings = ReplaySettings(concurrency=4, request_timeout_s=0.5, drain_timeout_s=0.5)
+        settings = ReplaySettings(concurrency=4, request_timeout_s=0.5, store_timeout_s=0.0, drain_timeout_s=0.5)
         replay(stack.manager, stack.kv_view, requests, settings, should_stop=self._pauses)
 
     def _pauses(self) -> bool:

@@ -32,7 +32,7 @@ REDIS_CAPACITY = "8mb"
 S3_CAPACITY_BYTES = 48 << 20
 JOB_TIMEOUT_S = 4.0
 TIERS = ("nvme", "fs", "redis", "s3")
-CHATS_SETTINGS = ReplaySettings(concurrency=16, request_timeout_s=3.0)
+CHATS_SETTINGS = ReplaySettings(concurrency=16, request_timeout_s=3.0, store_timeout_s=0.0)
 SAMPLE_S = 0.5
 """The interval of samples of a process."""
 
