@@ -44,7 +44,9 @@ EXTRAS = frozenset(
 IMPORT_LIMIT_S = 0.150
 PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
 
-GROUND = "base mediums abstract backend errors file_systems hints hit_density permissions threads reasons buffers"
+GROUND = (
+    "base collector mediums abstract backend errors file_systems hints hit_density permissions threads reasons buffers"
+)
 """The interfaces and words that every room uses."""
 ROOMS: list[tuple[str, ...]] = [
     tuple(f"tiered_kv.{name}" for name in GROUND.split()),

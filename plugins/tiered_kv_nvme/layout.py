@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.collector import untracked
 
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096  # alignment of direct transfers
@@ -151,13 +152,15 @@ class SegmentEntry(NamedTuple):
 class EntryTable:
     """The entries of a segment in the order of their writing, as columns: 32 bytes and a reference per entry.
 
+    The garbage collector walks none of them.
+
     Appending needs the pool's lock. Reading an entry does not: until the segment is reclaimed, columns only grow.
     """
 
     __slots__ = ("checksums", "codecs", "keys", "offsets", "states", "stored_bytes")
 
     def __init__(self) -> None:
-        self.keys: list[OffloadKey] = []
+        self.keys: list[OffloadKey] = untracked([])
         self.offsets = array("Q")
         self.stored_bytes = array("I")
         self.codecs = array("H")
@@ -230,7 +233,7 @@ class EntryTable:
         decoded = cls()
         keys, key_bytes = bytes(table[keys_offset:]), lengths.tolist()
         ends_and_sizes = zip(accumulate(key_bytes), key_bytes, strict=True)
-        decoded.keys = [OffloadKey(keys[end - size : end]) for end, size in ends_and_sizes]
+        decoded.keys.extend([OffloadKey(keys[end - size : end]) for end, size in ends_and_sizes])
         decoded.offsets.frombytes(columns["offset"].astype(np.uint64).tobytes())
         decoded.stored_bytes.frombytes(columns["stored"].astype(np.uint32).tobytes())
         decoded.codecs.frombytes(columns["codec"].astype(np.uint16).tobytes())

@@ -6,7 +6,7 @@ I/O. The caller of a method whose docstring begins with "Locked" holds it.
 The index is one dictionary from keys to places. A place is one integer: a segment's slot in the upper bits, the entry's
 number (ordinal) in that segment's table in the lower 32. An index entry takes at most 150 bytes beyond its key: up to
 60 for the dictionary's slot, 32 for the integer, 45 for the table's columns, which grow by an eighth. Any thread reads
-the index without a lock.
+the index without a lock. The garbage collector does not walk it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.collector import untracked
 from tiered_kv.toolkit.queued import EventLog
 from tiered_kv_nvme.layout import BatchHeader, SegmentEntry, batch_header_bytes
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
@@ -85,7 +86,7 @@ class SegmentPool:
         self.epoch = epoch
         self.closed = False
         self.segments: dict[int, Segment] = {}  # by slot
-        self.places: dict[OffloadKey, int] = {}  # the index; `clear` replaces it: do not keep a reference
+        self.places: dict[OffloadKey, int] = untracked({})  # the index; `clear` replaces it: do not keep a reference
         self.worth = worth
         self.events = EventLog(wants_events)  # additions to and removals from the index
         self._generation = 0  # the greatest so far
@@ -215,7 +216,7 @@ class SegmentPool:
 
     def clear(self) -> dict[OffloadKey, int]:
         """Locked. Replace the index by an empty one, and return the old one, which takes long to clear."""
-        old, self.places = self.places, {}
+        old, self.places = self.places, untracked({})
         return old
 
     # For readers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import subprocess
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.plugins.conftest import StoreBench
+    from tiered_kv_nvme.store import SegmentStore
 
 
 @pytest.mark.parametrize(
@@ -366,3 +368,32 @@ def test_a_segment_that_holds_no_block_is_refused(segment_bytes: int) -> None:
 def test_segments_that_would_be_too_many_open_files_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^segment: .* more than 512 open files: it takes at least 200MiB"):
         Sizing.of(100 << 30, 4096, 8 << 20)
+
+
+def test_a_full_collection_visits_no_more_with_many_stored_blocks_than_with_few(bench: StoreBench) -> None:
+    bench.capacity_bytes, bench.segment_bytes = 32 << 20, 4 << 20
+    store = bench.open_ready()
+    bench.fill(store, range(2))
+    store.close()
+    at_first = visited()
+    store = bench.open_ready()
+    before, batches = visited(), 60
+    opening = before - at_first  # what a store has without a block
+    bench.fill(store, range(2, batches))
+    blocks = count_found(bench, store, batches)
+    assert blocks == batches * len(bench.batch(0))
+    assert visited() - before < blocks / 4
+    store.close()
+    store = bench.open_ready()  # which reads the keys from the disk
+    assert count_found(bench, store, batches) == blocks
+    assert visited() - before - opening < blocks / 4
+
+
+def count_found(bench: StoreBench, store: SegmentStore, batches: int) -> int:
+    return sum(sum(store.contains(bench.batch(number))) for number in range(batches))
+
+
+def visited() -> int:
+    """Return how many references a full collection of this process follows."""
+    gc.collect()
+    return sum(len(gc.get_referents(each)) for each in gc.get_objects())

@@ -1,0 +1,27 @@
+"""Containers that grow with what is stored, which Python's garbage collector need not walk.
+
+The memory of tiers holds a reference or more for each stored block. A full collection would visit them all, on
+whichever thread it happens, with the interpreter's lock held: 17 ns for each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, TypeVar
+
+Container = TypeVar("Container", list[Any], dict[Any, Any])  # Any: of bytes, text and numbers
+
+_untrack: Any = getattr(getattr(ctypes, "pythonapi", None), "PyObject_GC_UnTrack", None)  # Any: a C function, or None
+if _untrack is not None:
+    _untrack.argtypes, _untrack.restype = [ctypes.py_object], None
+
+
+def untracked(container: Container) -> Container:
+    """Hide a list or dictionary from the collector, and return it. Any thread.
+
+    Only for bytes, text and numbers: what refers to nothing else is in no cycle, and its count of references frees it.
+    An interpreter that is not CPython collects in its own way, and keeps the container as it is.
+    """
+    if _untrack is not None:
+        _untrack(container)
+    return container
