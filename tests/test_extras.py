@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,7 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, stack_of
+from tiered_kv.errors import MissingExtraError
+from tiered_kv.hooks import imported
 
 ROOT = Path(__file__).parents[1]
 Entry = dict[str, object]
@@ -110,7 +116,9 @@ def test_every_extra_is_looked_at() -> None:
 
 
 def assert_install_command(error_text: Told, feature: str, extra: str) -> None:
-    command = f"{feature} needs a library that is not installed: pip install 'tiered-kv[{extra}]'"
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    libraries = " ".join(f"'{library}'" for library in wanted)
+    command = f"{feature} needs a library that is not installed: pip install {libraries} (the extra '{extra}')"
     assert error_text.error == f"MissingExtraError: {command}"
     assert error_text.status == 1
     assert command in " ".join(error_text.output.split())
@@ -134,3 +142,27 @@ def test_without_any_extra_a_stack_says_which_one_it_needs(tmp_path: Path) -> No
     for name in local:
         assert (error_text[name].error, error_text[name].status) == ("", 0), "a tier that needs no extra works"
     assert (error_text["plugins"].status, error_text["schema"].status) == (0, 0), "no plugin is broken by it"
+
+
+def test_the_author_of_a_tier_says_how_to_install_its_library() -> None:
+    advised = MissingExtraError("tier 'mine'", install="pip install tiered-kv-mine")
+    assert str(advised) == "tier 'mine' needs a library that is not installed: pip install tiered-kv-mine"
+    assert str(MissingExtraError("tier 'mine'", "mine")) == "tier 'mine' needs a library that is not installed"
+    load = imported("mine.tier:Tier", library="no_such_library", install="pip install no-such-library")
+    with pytest.raises(MissingExtraError, match=r"tier 'no_such_library' .*: pip install no-such-library$"):
+        load()
+
+
+@pytest.mark.parametrize("extra", [*LIBRARIES, "transformers", "metrics", "events", "report"])
+def test_no_message_installs_this_distribution_by_name(extra: str) -> None:
+    said = str(MissingExtraError("it", extra))
+    assert re.search(r"pip install '[a-z0-9-]+>=", said), said
+    assert "tiered" not in said
+
+
+def test_files_without_metadata_say_which_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", fail)
+    assert str(MissingExtraError("it", "redis")).endswith("install the extra 'redis' of its pyproject.toml")

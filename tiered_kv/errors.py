@@ -16,6 +16,8 @@ A block that cannot be read is never an exception: it is a miss, and it is count
 from __future__ import annotations
 
 import errno
+import importlib.metadata
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -46,15 +48,32 @@ class MissingExtraError(ConfigError):
 
     Args:
         feature: The feature that needs the library, such as "tier 'redis'".
-        extra: The extra of this distribution that installs the library.
+        extra: The extra of this distribution that has the library; empty for a library of another distribution.
+        install: What to do, of an author whose library no extra has, such as "pip install tiered-kv-other".
     """
 
-    def __init__(self, feature: str, extra: str, *, location: str = "") -> None:
+    def __init__(self, feature: str, extra: str = "", *, install: str = "", location: str = "") -> None:
         self.extra = extra
+        advice = install or _install_command(extra)
         super().__init__(
-            f"{feature} needs a library that is not installed: pip install 'tiered-kv[{extra}]'",
-            location=location,
+            f"{feature} needs a library that is not installed" + (f": {advice}" if advice else ""), location=location
         )
+
+
+def _install_command(extra: str) -> str:
+    """Return how to install the libraries of an extra of this distribution, by its metadata; "" if it has no such one.
+
+    The command names the libraries. By the extra, pip would look for this distribution in an index, which may have
+    none, or another one, of its name.
+    """
+    try:
+        needed = importlib.metadata.requires("tiered-kv") or []
+    except importlib.metadata.PackageNotFoundError:  # its files alone are there
+        return f"install the extra '{extra}' of its pyproject.toml"
+    of_extra = re.compile(rf"\bextra *== *['\"]{re.escape(extra)}['\"]")
+    libraries = [each.partition(";")[0].strip() for each in needed if of_extra.search(each.partition(";")[2])]
+    listed = " ".join(f"'{each}'" for each in libraries)
+    return f"pip install {listed} (the extra '{extra}')" if listed else ""
 
 
 class TierError(TieredKVError):

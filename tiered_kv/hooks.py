@@ -90,15 +90,18 @@ class TierType:
                 raise ConfigError(f"tier type '{self.name}' needs a callable that returns a class, not {given!r}")
 
 
-def imported(reference: str, *, library: str = "", extra: str = "") -> Callable[[], Any]:  # Any: the class
+def imported(
+    reference: str, *, library: str = "", extra: str = "", install: str = ""
+) -> Callable[[], Any]:  # Any: the class
     """Return a callable that imports and returns a class, such as "package.module:Class", for a `TierType`.
 
-    Where the `library` that the module needs is not installed, it raises `MissingExtraError`, which names the `extra`.
+    Where the `library` that the module needs is not installed, it raises `MissingExtraError`, which names the `extra`
+    of this distribution, or says how to `install` the library of another.
     """
 
     def load() -> Any:
         if library and importlib.util.find_spec(library) is None:
-            raise MissingExtraError(f"tier '{extra}'", extra)
+            raise MissingExtraError(f"tier '{extra or library}'", extra, install=install)
         return pkgutil.resolve_name(reference)
 
     return load

@@ -242,7 +242,7 @@ def test_a_replay_that_was_ended_at_once_has_a_page(tmp_path: Path) -> None:
     [
         ("missing/page.html", "page.html': No such file or directory"),
         (".", "': Is a directory"),
-        ("page.html", "pip install 'tiered-kv[report]'"),
+        ("page.html", "pip install 'matplotlib>="),
     ],
 )
 def test_a_page_that_cannot_be_made_is_known_before_anything_is_measured(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -63,6 +64,60 @@ def test_the_further_keys_of_an_entry_are_arguments_of_its_class(view: memoryvie
     assert tier.size == 7
     with pytest.raises(ConfigError, match=r"tier 'sized'.* 'sise'.*takes: size"):
         SecondaryTierFactory.create(SPEC, view, {"type": "sized", "sise": 7})
+
+
+class Passing(FourMethodTier):
+    """Passes on what it gets, as wrappers and subclasses do."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args)
+        self.options = options
+
+
+class KeywordsBehindStar(FourMethodTier):
+    def __init__(self, *args: Any, size: int = 1) -> None:
+        super().__init__(*args)
+        self.options = {"size": size}
+
+
+class Inherits(Passing):
+    pass
+
+
+class OneNamed(Passing):
+    def __init__(self, offloading_spec: Any, *args: Any, size: int = 1, **options: Any) -> None:
+        super().__init__(offloading_spec, *args, size=size, **options)
+
+
+class Created(Passing):
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        return super().__new__(cls)
+
+
+class Wrapped(Passing):
+    @wraps(SizedTier.__init__)  # type: ignore[misc]  # as decorators of other libraries do
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+@pytest.mark.parametrize("tier_class", [Passing, KeywordsBehindStar, Inherits, OneNamed, Created, Wrapped])
+def test_an_option_arrives_however_the_class_takes_it(
+    view: memoryview, register: Register, tier_class: type[Passing]
+) -> None:
+    register("own", lambda: tier_class)
+    common = {"load_budget": "8B", "job_timeout": "1s", "name": "mine"}
+    tier = SecondaryTierFactory.create(SPEC, view, {"type": "own", "size": 64, **common})
+    assert isinstance(tier, tier_class)
+    assert tier.options == {"size": 64}, "and none of the settings that every tier has"
+
+
+@pytest.mark.parametrize("tier_class", [KeywordsBehindStar, Wrapped, FourMethodTier])
+def test_an_option_that_a_class_does_not_take_is_refused(
+    view: memoryview, register: Register, tier_class: type[SecondaryTierManager]
+) -> None:
+    register("own", lambda: tier_class)
+    with pytest.raises(ConfigError, match="tier 'own' has unknown keys 'sise'"):
+        SecondaryTierFactory.create(SPEC, view, {"type": "own", "sise": 64})
 
 
 def test_a_plugin_s_class_gets_its_settings(view: memoryview) -> None:

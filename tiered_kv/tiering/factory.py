@@ -68,10 +68,9 @@ class SecondaryTierFactory:
 
 
 def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, object], name: str) -> None:
-    parameters = list(inspect.signature(tier_class).parameters.values())[_SEED_ARGUMENTS:]
-    if not keywords or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    accepted = _keywords_of(tier_class)
+    if accepted is None:
         return
-    accepted = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL]
     hints = TierSettings.unknown_key_advice
     unknown = ", ".join(
         f"'{keyword}'" + (f" ({hints[keyword]})" if keyword in hints else suggestion(keyword, accepted))
@@ -83,3 +82,23 @@ def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, ob
             f"tier '{name}' has unknown keys {unknown}; besides those of every tier its class takes: "
             f"{', '.join(accepted) or 'none'}"
         )
+
+
+def _keywords_of(tier_class: Callable[..., object]) -> list[str] | None:
+    """Return which arguments a class takes by keyword beside the first three; None if it takes any, or hides them."""
+    try:
+        parameters = inspect.signature(tier_class).parameters.values()
+    except (TypeError, ValueError):  # a class of an extension module, for example
+        return None
+    accepted, seeds_left = [], _SEED_ARGUMENTS
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return None
+        is_positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if is_positional and seeds_left:
+            seeds_left -= 1
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            seeds_left = 0
+        elif parameter.kind is not parameter.POSITIONAL_ONLY:
+            accepted.append(parameter.name)
+    return accepted
