@@ -61,6 +61,11 @@ class NvmeKeys(KeyStore):
         self.read_blocks += len(loaded)
         return loaded
 
+    def use(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            place = self._places[key]
+            self._pool.worth.use(self._pool.segments[slot_of(place)].table, ordinal_of(place))
+
     def _write(self, keys: Sequence[OffloadKey], stream: WriteStream, old_places: Sequence[int] | None = None) -> int:
         """Write a batch of as many of `keys` as the segment can hold; return their number."""
         demand = Demand.of([self._entry.stored_bytes] * len(keys), [len(key) for key in keys])

@@ -68,6 +68,7 @@ class Bucket:
         self._attempts_max = settings.attempts
         self._stall_s = settings.request_timeout
         self._ttl_s = settings.ttl or math.inf
+        self._has_ages = settings.ttl is not None or settings.capacity is not None
         self._sends_digests = settings.sign_payload
         headers = {
             "content-type": "application/octet-stream",
@@ -120,8 +121,19 @@ class Bucket:
 
         return self._retry("put", put, deadline)
 
-    def get(self, name: str, sink: Sink, bytes_max: int, deadline: float, *, expires: bool = True) -> Verdict:
-        """Read an object into the memory that `sink` returns; AGED past half its `ttl`, if it `expires`.
+    def get(
+        self,
+        name: str,
+        sink: Sink,
+        bytes_max: int,
+        deadline: float,
+        *,
+        expires: bool = True,
+        on_age: Callable[[float], None] = lambda age_s: None,
+    ) -> Verdict:
+        """Read an object into the memory that `sink` returns, if it `expires` unless it is older than its `ttl`.
+
+        `on_age` is called with its age in seconds, if it was read.
 
         `bytes_max` is the most that `sink` takes, for bodies whose length the server does not give in advance. One that
         ends with its connection may be cut off, so it has to come twice.
@@ -156,7 +168,8 @@ class Bucket:
                 rest = memoryview(body)
                 for part in parts:
                     part[:], rest = rest[: len(part)], rest[len(part) :]
-            return Verdict.AGED if age_s > self._ttl_s / 2 else Verdict.DONE
+            on_age(age_s)
+            return Verdict.DONE
 
         return self._retry("get", get, deadline)
 
@@ -367,8 +380,8 @@ class Bucket:
         return verdict
 
     def _age_s(self, answer: Answer) -> float:
-        """Return an object's age by the server's clock; 0 if objects do not expire, or the age is unknown."""
-        modified = seconds_of(answer.headers.get("last-modified", "")) if self._ttl_s < math.inf else None
+        """Return an object's age by the server's clock; 0 if nothing depends on it, or the age is unknown."""
+        modified = seconds_of(answer.headers.get("last-modified", "")) if self._has_ages else None
         if modified is None:
             return 0.0
         return (seconds_of(answer.headers.get("date", "")) or time.time()) - modified

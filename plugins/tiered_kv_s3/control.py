@@ -27,6 +27,7 @@ from tiered_kv.threads import run_all
 from tiered_kv.toolkit.resolver import causes_of, words_of
 from tiered_kv_s3.account import Account, library_errors
 from tiered_kv_s3.connection import Credentials
+from tiered_kv_s3.pages import POSITIONS
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import BucketError, Verdict, seconds_of, verdict_of_error
 
@@ -37,6 +38,7 @@ LISTED_MIN: Final = 100  # the smallest page that is made smaller when its listi
 PARALLEL_DELETES: Final = 8
 _ATTEMPTS_MAX: Final = 3
 _CREDENTIALS_S: Final = 10.0
+_RENEWED_S_MAX: Final = 60.0  # the age of an object that has just been copied
 _PAUSE_S: Final = 1.0  # the most between two of three attempts, on average
 _STEP_S: Final = 0.25  # of the time that is left: for each a client is made, which takes some 15 ms
 _UNKNOWN: Final = frozenset({400, 403, 404, 405, 411, 415, 422, 501})
@@ -173,6 +175,33 @@ class Control:
         """Return the error for objects that are listed after the server has confirmed that it deleted them."""
         return self._error("delete", "NotDeleted", "the server confirmed to have deleted objects that it still lists")
 
+    def read(self, name: str, bytes_max: int) -> tuple[float, bytes]:
+        """Return the age of a small object and its first bytes; infinitely old and empty if it is missing."""
+        failures: tuple[type[Exception], ...] = (*library_errors(), OSError)
+        try:
+            found = self._call("get", lambda client: client.get_object(Bucket=self._bucket, Key=name))
+            with found["Body"] as body:
+                return self._age_s(found), body.read(bytes_max)
+        except BucketError as error:
+            if error.reason not in _NO_OBJECT:
+                raise
+            return math.inf, b""
+        except failures:
+            raise self._error("get", Verdict.BROKEN) from None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Store a small object."""
+        self._call("put", lambda client: client.put_object(Bucket=self._bucket, Key=name, Body=data))
+
+    def age_s(self, name: str) -> float | None:
+        """Return how old an object is; None if it is missing."""
+        try:
+            return self._age_s(self._call("head", lambda client: client.head_object(Bucket=self._bucket, Key=name)))
+        except BucketError as error:
+            if error.reason not in _NO_OBJECT:
+                raise
+            return None
+
     def renew(self, name: str) -> None:
         """Set an object's age to 0, by a copy onto itself on the server."""
         given = {
@@ -192,8 +221,7 @@ class Control:
             ),
         )
         head = self._call("copy", lambda client: client.head_object(Bucket=self._bucket, Key=name))
-        now_s = seconds_of(head["ResponseMetadata"]["HTTPHeaders"].get("date", "")) or time.time()
-        if age_s(head, now_s) > (self._settings.ttl or math.inf) / 2:
+        if self._age_s(head) > min((self._settings.ttl or math.inf) / 2, _RENEWED_S_MAX):
             raise self._error("copy", "NotRenewed", "the server made the copy, and left the object as old as it was")
 
     def close(self) -> None:
@@ -201,6 +229,10 @@ class Control:
         with self._lock:
             if self._client is not None:
                 self._client.close()
+
+    def _age_s(self, answer: Mapping[str, Any]) -> float:
+        now_s = seconds_of(answer["ResponseMetadata"]["HTTPHeaders"].get("date", "")) or time.time()
+        return age_s(answer, now_s)
 
     # Listings.
 
@@ -232,7 +264,7 @@ class Control:
                     raise
                 self._page_objects //= 10  # the server needs time for each object
                 continue
-            following = _POSITIONS[operation](page) if page.get("IsTruncated") else {}
+            following = POSITIONS[operation](page) if page.get("IsTruncated") else {}
             if following and following == position:
                 raise self._error("list", _NO_NEXT_PAGE, "the server answers with the same page again")
             yield page
@@ -323,31 +355,6 @@ class Control:
             return timeout_s, attempts
         left_s = max(1, math.ceil(left_s / _STEP_S)) * _STEP_S
         return min(timeout_s, left_s), max(1, int(left_s / (timeout_s + _PAUSE_S)))
-
-
-def _after_objects(page: Mapping[str, Any]) -> Mapping[str, str]:
-    if token := page.get("NextContinuationToken"):
-        return {"ContinuationToken": token}
-    return {"StartAfter": page["Contents"][-1]["Key"]} if page.get("Contents") else {}
-
-
-def _after_objects_1(page: Mapping[str, Any]) -> Mapping[str, str]:
-    marker = page.get("NextMarker") or next((each["Key"] for each in reversed(page.get("Contents", ()))), "")
-    return {"Marker": marker} if marker else {}
-
-
-def _after_versions(page: Mapping[str, Any]) -> Mapping[str, str]:
-    last = max((each["Key"] for each in (*page.get("Versions", ()), *page.get("DeleteMarkers", ()))), default="")
-    found = {"KeyMarker": page.get("NextKeyMarker") or last, "VersionIdMarker": page.get("NextVersionIdMarker")}
-    return {name: value for name, value in found.items() if value}
-
-
-_POSITIONS: Final[Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str]]]] = {
-    "list_objects_v2": _after_objects,
-    "list_objects": _after_objects_1,
-    "list_object_versions": _after_versions,
-}
-"""By operation: the parameters for the page after a page; none if it cannot be known."""
 
 
 def age_s(entry: Mapping[str, Any], now_s: float) -> float:

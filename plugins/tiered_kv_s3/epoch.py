@@ -2,6 +2,7 @@
 
     PREFIX/NAMESPACE/namespace.json             the namespace in readable form
     PREFIX/NAMESPACE/epoch                      the mark of the epoch that later processes join
+    PREFIX/NAMESPACE/sweep                      who sweeps, and when it last did
     PREFIX/NAMESPACE/blocks/EPOCH/FF/KEY        a block's record; FF is the first byte of KEY
 
 NAMESPACE is the namespace's digest, KEY the digest of the block's key (as in its record), EPOCH the epoch's value; all
@@ -30,6 +31,7 @@ class Naming:
         self.root = f"{prefix}/{namespace_digest.hex()}/"  # before all names
         self.namespace = f"{self.root}namespace.json"
         self.epoch = f"{self.root}epoch"
+        self.sweep = f"{self.root}sweep"
         self.blocks = f"{self.root}blocks/"  # before the names of all blocks, of any epoch
         self.no_block = f"{self.blocks}{'0' * 16}/00/{'0' * 32}"  # no epoch has this value
 
@@ -43,7 +45,7 @@ class Naming:
 
     def owns(self, name: str) -> bool:
         """Return whether a name is of the layout above; others are foreign."""
-        return name in (self.namespace, self.epoch) or self.is_block(name)
+        return name in (self.namespace, self.epoch, self.sweep) or self.is_block(name)
 
 
 class EpochObject:

@@ -1,7 +1,8 @@
 """The tier's background work: sweeps for `ttl` and `capacity`, and the renewal of used blocks.
 
 A sweep lists the namespace's blocks, of every epoch, and deletes those older than `ttl`, and the oldest beyond
-`capacity`. Several processes may sweep at once: they choose the same blocks, and deleting a deleted one is no error.
+`capacity`. One process sweeps for all: see turn.py. If several do, they choose about the same blocks, and deleting a
+deleted one is no error.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tiered_kv.errors import ResourceError, TierError
 from tiered_kv.metrics.instruments import Counters
@@ -23,11 +24,14 @@ from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed
 from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.presence import ASKED_AT_ONCE, Presence
 from tiered_kv_s3.settings import S3Settings
+from tiered_kv_s3.turn import Swept, Turn
+from tiered_kv_s3.uses import BlockUses
 from tiered_kv_s3.verdict import Verdict
 
 CANDIDATES_MAX = 100_000
 """Blocks that a sweep deletes after one listing, to bound its memory; it lists again if there are more."""
 RENEWALS_MAX = 1024  # blocks that may wait for their renewal; further ones are not renewed
+RENEWALS_PAUSE_S = 1 / 32  # each takes two requests, which cost money
 REFUSED_MAX = 8  # requests to delete that are refused one after another, before a sweep ends
 CLOCK_S = 2.0  # servers give times in whole seconds
 _JITTER = 0.2
@@ -50,6 +54,10 @@ class Sweeper:
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # guards the rest
         self.used_bytes = 0  # of all blocks: of the last sweep, and what this process has stored since
+        self.uses = BlockUses()
+        self._turn = Turn(control, naming.sweep, self._interval_s)
+        self._deleted_s = math.inf
+        """How old the youngest block was that a sweep deleted to keep the capacity; infinite if none was."""
         self._deleted: tuple[float, frozenset[str]] = (0.0, frozenset())  # some blocks of the last sweep, and its end
         self._renewals: OrderedDict[str, None] = OrderedDict()
         self._name = name
@@ -65,6 +73,24 @@ class Sweeper:
             with contextlib.suppress(ResourceError):  # the next store tries again
                 self._thread = start_thread(self._run, self._name)
                 self._is_started = True
+
+    def note_load(self, name: str, age_s: float) -> None:
+        """Note the use of a block of a known age."""
+        self.uses.note_age(name, age_s)
+        if age_s > self.renewed_s:
+            self.renew(name)
+
+    def note_uses(self, names: Sequence[str]) -> None:
+        """Note uses in a tier above. Blocks that may be old are renewed if they are."""
+        self.uses.note_uses(names)
+        for name in names if self.renewed_s < math.inf else ():
+            if self.uses.age_s(name) > self.renewed_s:
+                self.renew(name)
+
+    @property
+    def renewed_s(self) -> float:
+        """The age from which on a used block is renewed: half of that at which it would be deleted."""
+        return min(self._ttl_s, self._deleted_s) / 2
 
     def renew(self, name: str) -> None:
         """Renew a block soon, in the background."""
@@ -88,30 +114,65 @@ class Sweeper:
         while self._sweep_once():
             pass
 
+    def sweep_in_turn(self) -> None:
+        """Sweep, unless another process has done so lately; raises as `sweep`."""
+        swept = self._turn.take(Swept(self._deleted_s, self.used_bytes))
+        if swept is None:
+            try:
+                self.sweep()
+            except BaseException:
+                self._turn.leave()
+                raise
+            self._turn.end(Swept(self._deleted_s, self.used_bytes))
+        else:
+            self._deleted_s = swept.deleted_s
+            with self._lock:
+                self.used_bytes = swept.used_bytes
+
     def _run(self) -> None:
         pause_s = random.uniform(0, self._interval_s)
         while not self._stopping.wait(pause_s):
             try:
-                self.sweep()
+                self.sweep_in_turn()
             except Exception:  # any exception of a library; the thread continues
                 self._counters.add("failed_sweeps_total")
             pause_s = self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)
 
     def _renew_all(self) -> None:
-        while not self._stopping.is_set():
+        while not self._stopping.wait(RENEWALS_PAUSE_S):
             with self._lock:
                 if not self._renewals:
                     return
                 name, _ = self._renewals.popitem(last=False)
             try:
-                self._control.renew(name)
-                self._counters.add("renewed_blocks_total")
+                if self._is_old(name):
+                    self._control.renew(name)
+                    self.uses.note_age(name, 0.0)
+                    self._counters.add("renewed_blocks_total")
             except Exception:  # the block may be deleted meanwhile; its next use asks again
                 self._counters.add("failed_renewals_total")
 
+    def _is_old(self, name: str) -> bool:
+        """Return whether a block is there, and old enough; ask the bucket for an age that is not known."""
+        if self.uses.age_s(name) < math.inf:
+            return True  # it was when its renewal was asked for
+        age_s = self._control.age_s(name)
+        if age_s is None:
+            self._presence.note(name, Verdict.ABSENT, time.monotonic())
+            self.uses.forget(name)
+            self._counters.add("failed_renewals_total")
+            return False
+        self.uses.note_age(name, age_s)
+        return age_s > self.renewed_s
+
     def _sweep_once(self) -> bool:
-        """List and delete once; return whether there may be more to delete."""
+        """List and delete once; return whether there may be more to delete.
+
+        A block that this process uses is as old as its last use. It is renewed, so that other sweeps spare it too.
+        """
         listed_bytes = doomed_bytes = deleted_bytes = kept = 0
+        used: list[Listed] = []
+        begun_s = time.monotonic()
         earlier_s, earlier = self._deleted
         since_s = time.monotonic() - earlier_s + CLOCK_S
 
@@ -124,6 +185,10 @@ class Sweeper:
                     if self._naming.is_block(entry.name):
                         listed_bytes += entry.size_bytes
                         kept += entry.name in earlier and entry.age_s > since_s  # else it was stored again
+                        unused_s = self.uses.unused_s(entry.name, begun_s)
+                        if unused_s < entry.age_s <= self._ttl_s:
+                            used.append(entry)
+                            entry = entry._replace(age_s=unused_s)
                         yield entry
 
         doomed: list[Listed] = []
@@ -132,6 +197,13 @@ class Sweeper:
                 break
             doomed.append(each)
             doomed_bytes += each.size_bytes
+        youngest_s = doomed[-1].age_s if doomed else math.inf
+        self._deleted_s = youngest_s if youngest_s <= self._ttl_s and doomed else 2 * self._deleted_s
+        deleted = {each.name for each in doomed}
+        for each in sorted(used, reverse=True)[:RENEWALS_MAX]:
+            if each.age_s > self._deleted_s / 2 and each.name not in deleted:
+                self.uses.note_listed(each.name, each.age_s)
+                self.renew(each.name)
         refusals: set[str] = set()
         first_gone: frozenset[str] = frozenset()
         refused = 0  # requests in a row; more would be refused too
@@ -163,10 +235,9 @@ class Sweeper:
 class S3Keys(KeyStore):
     """A bucket without bytes, for `tiered-kv simulate`.
 
-    A sweep deletes the oldest objects, and used ones are renewed before their `ttl` ends.
+    A sweep deletes the oldest objects, and used ones are renewed before.
     """
 
-    evicts_by_use = False
     renews = True
     load_steps = 4
 

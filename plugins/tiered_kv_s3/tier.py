@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError
 from tiered_kv.reasons import UNREADABLE
@@ -20,6 +20,7 @@ from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
+from tiered_kv.toolkit.touches import Touches
 from tiered_kv_s3.account import Account
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
@@ -32,6 +33,7 @@ from tiered_kv_s3.verdict import ABSENCE, BucketError, Verdict
 _PART_BYTES = 1  # one block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel
 _SHUTDOWN_S = 2.0
 _PROBE_S = 10.0
+_TOUCH_S = 60.0  # how often a use in a tier above counts
 _SAVE_S = 10.0  # how long a reset tries to write its mark in the background; after that the next store writes it
 _JOB_SHARE = 0.9  # a part ends a tenth of its time early, so that one stalled block does not make its job expire
 _STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
@@ -87,6 +89,8 @@ class S3Tier(BlockingTier):
         self._sweeper = Sweeper(
             self._control, self._naming, self._presence, self._counters, settings, f"tiered-kv-{name}-sweeper"
         )
+        every_s = min(_TOUCH_S, settings.sweep_interval / 2, (settings.ttl or math.inf) / 4)
+        self._touches = Touches(self._note_uses, f"tiered-kv-{name}-touches", every_s)
 
     # Worker threads.
 
@@ -112,6 +116,12 @@ class S3Tier(BlockingTier):
                 return [False] * len(keys)
             raise
 
+    def _note_uses(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        epoch = self._epoch.value(time.monotonic() + _SHUTDOWN_S / 4)
+        names = [self._naming.block(epoch, key) for key in keys]
+        self._sweeper.note_uses(names)
+        return [key for key, name in zip(keys, names, strict=True) if self._presence.known(name) in ABSENCE]
+
     def close(self) -> None:
         self._bucket.close()
 
@@ -123,10 +133,17 @@ class S3Tier(BlockingTier):
 
     def reset_cache(self) -> bool:
         self.begin_epoch()
+        self._touches.clear()
         self._epoch.renew()  # after `begin_epoch`: an older store that reads this value finds itself outdated
         self._presence.forget()
         self._saving.ask()
         return True
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._touches.note(keys)
+
+    def take_absent(self) -> list[OffloadKey]:
+        return self._touches.take_absent()
 
     def stats(self) -> Mapping[str, Any]:
         stats = {**super().stats(), **self._counters.snapshot(), "epoch_repairs_total": self._epoch.repairs}
@@ -162,6 +179,7 @@ class S3Tier(BlockingTier):
 
     def shutdown(self) -> None:
         self._sweeper.stop()
+        self._touches.stop(_SHUTDOWN_S / 4)
         self._epoch.try_to_save(_SHUTDOWN_S / 2)
         self._bucket.close()  # makes the requests in flight fail, so that the threads end
         super().shutdown()
@@ -201,6 +219,7 @@ class S3Tier(BlockingTier):
         if verdict is not Verdict.DONE:
             return verdict
         self._presence.note(name, Verdict.DONE, time.monotonic())
+        self._sweeper.uses.note_age(name, 0.0)
         self._sweeper.note_stored(len(header) + len(payload))
         return ""
 
@@ -209,6 +228,7 @@ class S3Tier(BlockingTier):
         name = self._naming.block(self._epoch.value(deadline), key)
         asked_s = time.monotonic()
         header, payload, status = bytearray(HEADER_BYTES), block, RecordStatus.OK
+        ages: list[float] = []
 
         def sink(size_bytes: int) -> list[memoryview] | None:
             nonlocal payload
@@ -219,15 +239,14 @@ class S3Tier(BlockingTier):
             return [memoryview(header), payload]
 
         for _ in range(2):  # a damaged record may have been damaged on its way
-            verdict = self._bucket.get(name, sink, record_bytes_max(len(block)), deadline)
-            if verdict not in (Verdict.DONE, Verdict.AGED):
+            verdict = self._bucket.get(name, sink, record_bytes_max(len(block)), deadline, on_age=ages.append)
+            if verdict is not Verdict.DONE:
                 return self._note_failed_get(name, verdict, asked_s, deadline)
             self._loaded_s = time.monotonic()
             status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
             if status is RecordStatus.OK:
                 self._presence.note(name, Verdict.DONE, asked_s)
-                if verdict is Verdict.AGED:
-                    self._sweeper.renew(name)
+                self._sweeper.note_load(name, ages[-1])
                 return ""
         if status in _STAYS:
             kind = "unreadable_blocks_total" if status in UNREADABLE else "corrupt_blocks_total"

@@ -28,7 +28,6 @@ class Verdict(StrEnum):
     """The result of a request; the value is its reason's name in the counters."""
 
     DONE = "done"
-    AGED = "aged"  # done, and the object is past half of its `ttl`
     ABSENT = "absent"
     EXPIRED = "absent_by_age"  # the object is older than `ttl`
     PRESENT = "present"  # an object of this name exists, and the request was not to replace it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
@@ -35,6 +36,8 @@ class SharedBucket:
         self.now_s = 200.0
         self.refused: set[str] = set()  # names
         self.renewed: list[str] = []
+        self.marks: dict[str, tuple[float, bytes]] = {}  # when written, and what
+        self.listings = 0
         self.meanwhile: Callable[[], None] = lambda: None
 
     @property
@@ -42,6 +45,7 @@ class SharedBucket:
         return RECORD_BYTES * len(self.written_s)
 
     def listed(self, prefix: str) -> Iterator[list[Listed]]:
+        self.listings += 1
         names = sorted(self.written_s)
         for start in range(0, len(names), 3):
             existing = [name for name in names[start : start + 3] if name in self.written_s]
@@ -53,7 +57,18 @@ class SharedBucket:
         for each in objects:
             if each["Key"] not in self.refused:
                 self.written_s.pop(each["Key"], None)
+                self.marks.pop(each["Key"], None)
         return {at: "AccessDenied" for at, each in enumerate(objects) if each["Key"] in self.refused}
+
+    def age_s(self, name: str) -> float | None:
+        return self.now_s - self.written_s[name] if name in self.written_s else None
+
+    def read(self, name: str, bytes_max: int) -> tuple[float, bytes]:
+        written_s, data = self.marks.get(name, (-math.inf, b""))
+        return self.now_s - written_s, data
+
+    def write(self, name: str, data: bytes) -> None:
+        self.marks[name] = self.now_s, data
 
     def renew(self, name: str) -> None:
         if name not in self.written_s:
@@ -158,3 +173,69 @@ def test_a_block_that_is_used_late_is_renewed_and_survives_the_sweep() -> None:
         wait_until(lambda: len(bucket.renewed) == 2, what="another renewal after it")
     sweeper_of(bucket, ttl_s=90.0)[0].sweep()
     assert sorted(bucket.written_s) == sorted([NAMES[0], NAMES[2], *NAMES[10:]])
+
+
+def test_a_sweep_for_the_capacity_spares_what_this_process_uses_and_renews_it() -> None:
+    bucket = SharedBucket(20)
+    sweeper, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)
+    with running(sweeper):
+        sweeper.note_load(NAMES[0], 100.0)
+        sweeper.note_uses(NAMES[1:3])
+        sweeper.sweep()
+        assert sorted(bucket.written_s) == sorted([*NAMES[:3], *NAMES[15:]])
+        wait_until(lambda: sorted(bucket.renewed) == sorted(NAMES[:3]), what="their renewal")
+
+
+def test_if_all_blocks_are_used_the_least_recently_used_are_deleted() -> None:
+    bucket = SharedBucket(6)
+    sweeper, _, _ = sweeper_of(bucket, capacity_bytes=4 * RECORD_BYTES)
+    with running(sweeper):
+        for name in reversed(NAMES[:6]):
+            sweeper.note_uses([name])
+        sweeper.sweep()
+        assert sorted(bucket.written_s) == sorted(NAMES[:4])
+
+
+def test_one_process_sweeps_for_all_and_the_others_renew_by_what_it_deletes() -> None:
+    bucket = SharedBucket(20)
+    first, second = (sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0] for _ in range(2))
+    with running(first), running(second):
+        first.sweep_in_turn()
+        listings = bucket.listings
+        for _ in range(3):
+            second.sweep_in_turn()
+        assert bucket.listings == listings, "it is enough that one lists the bucket"
+        assert second.used_bytes == first.used_bytes == 8 * RECORD_BYTES
+        assert second.renewed_s == first.renewed_s < 100.0
+        second.note_load(NAMES[12], 88.0)
+        wait_until(lambda: bucket.renewed == [NAMES[12]], what="the renewal of an old block")
+        first.sweep_in_turn()
+        assert bucket.listings == listings + 1, "the one that sweeps goes on"
+
+
+def test_another_process_takes_over_when_the_one_that_swept_is_gone() -> None:
+    bucket = SharedBucket(20)
+    first, second = (sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0] for _ in range(2))
+    first.sweep_in_turn()
+    listings, bucket.now_s = bucket.listings, bucket.now_s + 3600.0
+    second.sweep_in_turn()
+    assert bucket.listings == listings + 1
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", b"tiered-kv sweep 2 0123456789abcdef inf 0\n"])
+def test_a_process_sweeps_if_it_cannot_read_who_does(data: bytes) -> None:
+    bucket = SharedBucket(20)
+    bucket.marks[NAMING.sweep] = bucket.now_s, data
+    sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0].sweep_in_turn()
+    assert bucket.used_bytes == 8 * RECORD_BYTES
+
+
+def test_a_process_that_may_not_delete_leaves_the_sweep_to_others() -> None:
+    bucket = SharedBucket(20)
+    bucket.refused = set(NAMES)
+    first, second = (sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0] for _ in range(2))
+    with pytest.raises(TierError):
+        first.sweep_in_turn()
+    bucket.refused = set()
+    second.sweep_in_turn()
+    assert bucket.used_bytes == 8 * RECORD_BYTES

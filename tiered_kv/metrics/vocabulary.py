@@ -220,7 +220,7 @@ TIER: Final = {
     "open_connections": Metric("Connections open at present.", of="s3"),
     "expired_blocks_total": Metric("Blocks found older than ttl.", of="s3"),
     "deleted_blocks_total": Metric("Blocks deleted because of ttl or capacity.", of="s3"),
-    "renewed_blocks_total": Metric("Blocks loaded past half of ttl, and copied onto themselves.", of="s3"),
+    "renewed_blocks_total": Metric("Blocks used past half of their time, and copied onto themselves.", of="s3"),
     "failed_renewals_total": Metric("Renewals that the server refused, or did not do.", of="s3"),
     "failed_sweeps_total": Metric("Sweeps that could not list or delete; the next tries again.", of="s3"),
 }

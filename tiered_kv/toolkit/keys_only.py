@@ -88,13 +88,17 @@ class KeyStore:
     def load(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         loaded = [key for key in keys if self.has(key)]
         self.read_blocks += len(loaded)
-        for key in reversed(loaded):
+        self.use(loaded)
+        return loaded
+
+    def use(self, keys: Sequence[OffloadKey]) -> None:
+        """Note the use of blocks of the tier, by a load or in a tier above."""
+        for key in reversed(keys):
             if self.renews and self.ttl_s is not None and self.clock() - self._written_s[key] > self.ttl_s / 2:
                 self._written_s[key] = self.clock()
                 self._written_s.move_to_end(key)
             elif self.evicts_by_use:
                 self._written_s.move_to_end(key)
-        return loaded
 
 
 class KeysOnlyTier(SecondaryTierManager):
@@ -105,6 +109,7 @@ class KeysOnlyTier(SecondaryTierManager):
     def __init__(self, keys: KeyStore, name: str) -> None:
         super().__init__(None, memoryview(b""), name)
         self._keys = keys
+        self._absent: list[OffloadKey] = []  # of the last touched blocks
         self._stores: list[JobMetadata] = []  # of this step; loads go first, as in the toolkit's queue
         self._ended: list[tuple[int, JobResult]] = []  # with the step in which it is reported
         self._step = 0
@@ -133,6 +138,16 @@ class KeysOnlyTier(SecondaryTierManager):
         ended = [result for due, result in self._ended if due <= step]
         self._ended = [(due, result) for due, result in self._ended if due > step]
         return ended
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        found = [key for key in keys if self._keys.has(key)]
+        self._keys.use(found)
+        if len(found) < len(keys):
+            self._absent = [key for key in keys if not self._keys.has(key)]
+
+    def take_absent(self) -> Iterable[OffloadKey]:
+        absent, self._absent = self._absent, []
+        return absent
 
     def stats(self) -> Mapping[str, int]:
         return {"relocated_blocks_total": self._keys.moved_blocks}

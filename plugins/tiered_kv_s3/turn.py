@@ -1,0 +1,78 @@
+"""Agreement of the processes of a namespace that one of them sweeps: listings cost money, and all would list the same.
+
+The object `sweep` says who has swept last, and when. Who finds it younger than the interval does not sweep. If that
+process ends, the object becomes old, and another one takes over. Now and then two sweep at once, which does no harm.
+
+    tiered-kv sweep 1 PROCESS DELETED_S USED_BYTES
+
+PROCESS is random. DELETED_S is how old the youngest block was that a sweep deleted to keep the `capacity`, `inf` if
+none; the others renew by it. USED_BYTES is the size of all blocks after the sweep.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from tiered_kv_s3.control import Control
+from tiered_kv_s3.verdict import BucketError
+
+MARK_BYTES_MAX: Final = 128
+_FORM: Final = re.compile(rb"tiered-kv sweep 1 ([0-9a-f]{16}) (inf|\d{1,10}) (\d{1,18})\n")
+_FRESH: Final = 0.75
+"""Part of the interval in which a sweep of another process is enough."""
+_AHEAD_S: Final = 60.0  # how far a server's clocks may differ
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """The result of a sweep."""
+
+    deleted_s: float = math.inf
+    used_bytes: int = 0
+
+
+class Turn:
+    """The turn to sweep. The sweeper's thread."""
+
+    def __init__(self, control: Control, name: str, interval_s: float) -> None:
+        self._control = control
+        self._name = name
+        self._interval_s = interval_s
+        self._process = secrets.token_hex(8)
+
+    def take(self, last: Swept) -> Swept | None:
+        """Return None if this process sweeps now, else the result of another's sweep.
+
+        A bucket that does not let the object be read or written gets a sweep of each process.
+        """
+        try:
+            age_s, data = self._control.read(self._name, MARK_BYTES_MAX)
+            found = _FORM.fullmatch(data)
+            is_fresh = -_AHEAD_S <= age_s < _FRESH * self._interval_s
+            if found is not None and is_fresh and found[1].decode() != self._process:
+                return Swept(float(found[2]), int(found[3]))
+        except BucketError:
+            pass
+        self.end(last)
+        return None
+
+    def end(self, swept: Swept) -> None:
+        """Write the result of a sweep, or before it that of the last one."""
+        deleted = "inf" if swept.deleted_s == math.inf else str(max(0, round(swept.deleted_s)))
+        try:
+            self._control.write(
+                self._name, f"tiered-kv sweep 1 {self._process} {deleted} {swept.used_bytes}\n".encode()
+            )
+        except BucketError:
+            pass
+
+    def leave(self) -> None:
+        """Let another process sweep: this one has failed."""
+        try:
+            self._control.delete([{"Key": self._name}])
+        except BucketError:
+            pass

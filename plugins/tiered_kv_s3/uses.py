@@ -1,0 +1,63 @@
+"""When blocks were stored and used, as far as this process knows: so that sweeps spare what is used.
+
+The bucket knows the time of a store only. A used block that is half as old as those that sweeps delete is *renewed*:
+the server copies it onto itself. Any thread may call.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final
+
+KNOWN_MAX: Final = 65_536  # blocks; those that were used least recently are forgotten first
+
+
+class BlockUses:
+    """Ages and uses of blocks, by name; times are seconds."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards the dictionary
+        self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """When a block was stored (minus infinity if unknown) and last used; by `time.monotonic()`."""
+
+    def note_age(self, name: str, age_s: float) -> None:
+        """Note how old a block is; one that was just stored, renewed or read counts as used."""
+        now_s = time.monotonic()
+        self._note(name, now_s - age_s, now_s)
+
+    def note_listed(self, name: str, age_s: float) -> None:
+        """Note how old a block is, which is no use."""
+        with self._lock:
+            if name in self._known:
+                self._known[name] = time.monotonic() - age_s, self._known[name][1]
+
+    def note_uses(self, names: Iterable[str]) -> None:
+        now_s = time.monotonic()
+        for name in names:
+            self._note(name, -math.inf, now_s)
+
+    def forget(self, name: str) -> None:
+        with self._lock:
+            self._known.pop(name, None)
+
+    def age_s(self, name: str) -> float:
+        """Return a block's age; infinite if unknown."""
+        with self._lock:
+            return time.monotonic() - self._known.get(name, (-math.inf, 0.0))[0]
+
+    def unused_s(self, name: str, now_s: float) -> float:
+        """Return how long before `now_s` this process last used a block; infinite if it has not."""
+        with self._lock:
+            return now_s - self._known.get(name, (0.0, -math.inf))[1]
+
+    def _note(self, name: str, stored_s: float, used_s: float) -> None:
+        with self._lock:
+            known_s, _ = self._known.get(name, (-math.inf, 0.0))
+            self._known[name] = max(stored_s, known_s), used_s
+            self._known.move_to_end(name)
+            if len(self._known) > KNOWN_MAX:
+                self._known.popitem(last=False)
