@@ -312,6 +312,7 @@ class TieringOffloadingManager(CalledManager):
         elif written:
             stored = [block.key for block in written]
             self._account.stored(stored)
+            self._uses.stores_left -= len(stored)
             tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
             self._cascade.commit(written, stored, tiers, self._context_of(req_context))
         if state is not None:
@@ -413,7 +414,7 @@ class TieringOffloadingManager(CalledManager):
             self._promotions.release_overdue(now_s)
         if self._requests.finished or "" in self._requests.states:
             self._end_finished(now_s)
-        if now_s >= self._uses.due_s:
+        if now_s >= self._uses.due_s or self._uses.stores_left <= 0:
             self._uses.tell(now_s)
         if self._uses.is_offering:
             self._uses.offer(now_s)

@@ -18,7 +18,9 @@ from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
 INTERVAL_S: Final = 0.25
-"""How often tiers are told."""
+"""How often tiers are told, at least."""
+STORED_SHARE: Final = 4
+"""They are told sooner once one row of the primary tier in so many was stored: stores are what makes tiers evict."""
 NOTED_MAX: Final = 4096
 """Keys that are gathered between two times; of one call even more. Others are not noted: a hot block is used again."""
 TOLD_AT_ONCE: Final = 512
@@ -47,6 +49,9 @@ class Uses:
         self._told: set[OffloadKey] = set()
         self.due_s = 0.0
         """When the tiers are told next."""
+        self._stores_max = max(1, primary.backend.num_blocks // STORED_SHARE)
+        self.stores_left = self._stores_max
+        """After how many more stored blocks they are told sooner; the manager counts them down."""
         self.is_offering = False
         """Whether blocks wait to be offered again."""
 
@@ -58,7 +63,7 @@ class Uses:
 
     def tell(self, now_s: float, most: int | None = TOLD_AT_ONCE) -> None:
         """Touch the noted blocks in every tier, and find out which of them it lacks."""
-        self.due_s = now_s + INTERVAL_S
+        self.due_s, self.stores_left = now_s + INTERVAL_S, self._stores_max
         if self._noted:
             noted, self._noted, self._room = self._noted, [], NOTED_MAX
             told = self._told
@@ -85,7 +90,8 @@ class Uses:
 
     def clear(self) -> None:
         """Forget all blocks, at a reset."""
-        self._noted.clear()
+        if self._noted:
+            self._noted, self._room = [], NOTED_MAX
         self._told.clear()
         for lacked in self._tiers:
             lacked.clear()
