@@ -47,6 +47,11 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", metavar="FILE", type=file_path, help="requests of a trace; without it, built-in chats"
     )
     parser.add_argument(
+        "--time-unit",
+        choices=("ms", "s"),
+        help="of the trace's timestamps (default: s in lines with parent_chat_id, else ms)",
+    )
+    parser.add_argument(
         "--requests", metavar="N", type=positive_int, help="stop after this many requests, or when there are no more"
     )
     parser.add_argument(
@@ -82,8 +87,12 @@ def _chosen_requests(args: argparse.Namespace) -> Workload:
     if args.trace is not None:
         if chat_options:
             raise ConfigError(f"--{next(iter(chat_options)).replace('_', '-')} is for built-in chats, not with --trace")
-        requests = _counted(read_trace(args.trace, requests_max=args.requests), args.requests)
+        requests = _counted(
+            read_trace(args.trace, requests_max=args.requests, time_unit=args.time_unit or ""), args.requests
+        )
         return Workload(f"trace {args.trace}", {"trace": str(args.trace)}, requests, args.requests)
+    if args.time_unit is not None:
+        raise ConfigError("--time-unit is that of a trace: give --trace")
     try:
         chats = ChatWorkload(**chat_options)
     except ConfigError as error:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
+from typing import cast
 
 from tiered_kv._cli.arguments import describe_use, file_path, positive_int
 from tiered_kv._cli.measuring import (
@@ -16,7 +18,7 @@ from tiered_kv._cli.measuring import (
     start_report,
     write_report,
 )
-from tiered_kv._cli.output import Status, print_json, print_table, progress
+from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
 from tiered_kv._cli.report import simulation_page as pages
 from tiered_kv._cli.report.page import Run
 from tiered_kv._cli.stacks import stack_with_blocks
@@ -25,7 +27,7 @@ from tiered_kv.config.units import parse_bytes, rounded_bytes
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig
-from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, host_rates
+from tiered_kv.workload.hit_rates import HostRates, default_sizes, hit_curve, hit_rate, host_rates
 from tiered_kv.workload.request import Request
 from tiered_kv.workload.simulation import ROUTERS, Fleet, Prices, costs, load_prices, simulate, times_a_month, with_tier
 
@@ -56,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tiered-kv simulate stack.yaml --capacity 1GiB --policy lru", "one setting: what each tier would do"),
         ("tiered-kv simulate stack.yaml --servers 8 --router sticky --prices prices.yaml", "servers, and the cost"),
         ("tiered-kv simulate --shared-host --engines 4 --capacity 8192", "a host's engines with one cache for all"),
+        found="a policy failed, and lru took its place",
     )
     parser.add_argument("stack", metavar="STACK", nargs="?", help="the stack's YAML file")
     parser.add_argument(
@@ -139,9 +142,17 @@ def run(args: argparse.Namespace) -> Status:
     else:
         for title, table in tables:
             print_table(*table, title=title)
+    results = cast("list[dict[str, str]]", fields["results"])
     if reported is not None and page is not None:
         write_report(args, partial(page, reported))
-    return Status.OK
+    failures = {each["policy"]: each["policy_error"] for each in results if each["policy_error"]}
+    for policy, error in failures.items():
+        print_text(f"the policy {policy} failed, so lru took its place: {error}", sys.stderr)
+    return Status.FOUND if failures else Status.OK
+
+
+def _shown(rates: HostRates) -> list[str]:
+    return ["failed"] * 2 if rates.policy_error else [f"{rates.private:.1%}", f"{rates.shared:.1%}"]
 
 
 def _simulate_policies(
@@ -174,7 +185,7 @@ def _simulate_host(
         with progress(f"{policy} with {size:,} blocks", len(requests)) as advance:
             rates.append(host_rates(policy, size, requests, fleet, on_progress=advance))
     columns = ["blocks", "policy", f"{fleet.servers} private caches", "one shared"]
-    rows = [[f"{each.capacity_blocks:,}", each.policy, f"{each.private:.1%}", f"{each.shared:.1%}"] for each in rates]
+    rows = [[f"{each.capacity_blocks:,}", each.policy, *_shown(each)] for each in rates]
     results = [asdict(each) for each in rates]
     fields = {"engines": fleet.servers, "concurrency": fleet.concurrency, "results": results}
     return fields, [(workload, (columns, rows))], None
@@ -203,6 +214,8 @@ def _simulate_stacks(
             simulated = simulate(stack, requests, fleet, on_progress=advance)
         if fleet.servers > 1:
             name += f" on each of {fleet.servers:,} servers, {simulated.busiest_share:.1%} of blocks on the busiest"
+        if simulated.policy_error:
+            name += ": the policy failed, these are lru's figures"
         runs.append((name, simulated, costs(simulated, prices, times)))
     results = [{**asdict(simulated), "costs": bill} for _, simulated, bill in runs]
     title = f"{args.stack}: {workload}" + (f", {runs[0][0]}" if len(runs) == 1 else "")

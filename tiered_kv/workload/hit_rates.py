@@ -14,7 +14,7 @@ from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import load_config
 from tiered_kv.workload.request import Request
-from tiered_kv.workload.simulation import Fleet, simulate, with_tier
+from tiered_kv.workload.simulation import Fleet, Simulated, simulate, with_tier
 
 _ALONE = load_config({"namespace": {"model": "any"}, "block": {"bytes": 1}, "primary": {"capacity": 2}})
 _SIZES = 10
@@ -27,6 +27,8 @@ class HitRate:
     policy: str
     capacity_blocks: int
     hit_rate: float
+    policy_error: str = ""
+    """Why lru took the policy's place: then the rate is not the policy's."""
 
 
 def hit_rate(
@@ -45,10 +47,9 @@ def hit_rate(
     is_on_curve = policy == "lru" and capacity_blocks >= curve.longest_blocks
     skips = any(request.hints is not None and "skip" in request.hints for request in requests)
     if (is_on_curve or capacity_blocks >= curve.distinct_blocks) and not skips:
-        rate = curve.rate(capacity_blocks)
-    else:
-        rate = _run(policy, capacity_blocks, requests, Fleet(concurrency=1), on_progress)
-    return HitRate(policy, capacity_blocks, round(rate, 6))
+        return HitRate(policy, capacity_blocks, round(curve.rate(capacity_blocks), 6))
+    simulated = _run(policy, capacity_blocks, requests, Fleet(concurrency=1), on_progress)
+    return HitRate(policy, capacity_blocks, round(simulated.hit_rate, 6), simulated.policy_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class HostRates:
     capacity_blocks: int
     private: float
     shared: float
+    policy_error: str = ""
 
 
 def host_rates(
@@ -74,14 +76,15 @@ def host_rates(
         raise ConfigError(f"expected a block for each engine, found {capacity_blocks}", location="--capacity")
     private = _run(policy, capacity_blocks // fleet.servers, requests, fleet, on_progress)
     shared = _run(policy, capacity_blocks, requests, Fleet(concurrency=fleet.concurrency), on_progress)
-    return HostRates(policy, capacity_blocks, round(private, 6), round(shared, 6))
+    error = private.policy_error or shared.policy_error
+    return HostRates(policy, capacity_blocks, round(private.hit_rate, 6), round(shared.hit_rate, 6), error)
 
 
 def _run(
     policy: str, blocks: int, requests: Sequence[Request], fleet: Fleet, on_progress: Callable[[int], None]
-) -> float:
+) -> Simulated:
     stack = with_tier(_ALONE, PRIMARY_NAME, capacity=blocks, policy=policy)
-    return simulate(stack, requests, fleet, on_progress=on_progress).hit_rate
+    return simulate(stack, requests, fleet, on_progress=on_progress)
 
 
 def default_sizes(curve: HitCurve) -> list[int]:

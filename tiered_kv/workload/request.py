@@ -2,7 +2,8 @@
 
 A trace has JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`: the format of the traces
 released with Mooncake (Qin et al., FAST'25). `session` and `hints` may be added. Other fields are ignored. Tools that
-write such traces differ, so whatever has one meaning is read: 12.0 for 12, ids that are texts, a file that `gzip` made.
+write such traces differ, so whatever has one meaning is read: 12.0 for 12, ids that are texts, a file that `gzip` made,
+`session_id`, and the chats of Qwen-Bailian's traces (`chat_id`, `parent_chat_id`), whose times are seconds.
 """
 
 from __future__ import annotations
@@ -158,6 +159,7 @@ def _number(hash_id: object) -> int:
     return int.from_bytes(hashlib.blake2b(hash_id.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
+_MS_PER_S = 1000
 _Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -172,16 +174,23 @@ class _Line(BaseModel):
     input_length: _Whole
     output_length: _Whole | None = 0
     session: str | int | None = ""
+    session_id: str | int | None = ""
+    chat_id: str | int | None = None
+    parent_chat_id: str | int | None = None
     hints: Annotated[dict[str, object] | None, AfterValidator(_valid_hints)] = None
     hash_ids: Annotated[list[object], AfterValidator(_numbers)]
 
 
-def read_trace(path: Path, *, requests_max: int | None = None) -> Iterator[Request]:
+def read_trace(path: Path, *, requests_max: int | None = None, time_unit: str = "") -> Iterator[Request]:
     """Yield the requests of a trace, at most `requests_max`, one line at a time; empty lines are skipped.
 
-    A file that was compressed with gzip is decompressed.
+    A file that was compressed with gzip is decompressed. `time_unit` is that of `timestamp`, "s" or "ms"; by default
+    seconds in lines with `parent_chat_id`, and else milliseconds.
     """
     count = 0
+    chats: dict[str, str] = {}  # the first chat of each one's chain
+    if path.is_dir():
+        raise ConfigError(f"cannot read the trace {path}: Is a directory; {_AGENTS}")
     try:
         with path.open("rb") as file, _decompressed(file, path) as plain:
             lines = iter(lambda: plain.readline(LINE_BYTES_MAX + 1), b"")
@@ -190,7 +199,7 @@ def read_trace(path: Path, *, requests_max: int | None = None) -> Iterator[Reque
                     problem = f"the line is longer than {format_bytes(LINE_BYTES_MAX)}"
                     raise ConfigError(problem, location=f"{path}:{number}")
                 if line.strip():
-                    yield _parse(line, f"{path}:{number}")
+                    yield _parse(line, f"{path}:{number}", chats, time_unit)
                     count += 1
                     if count == requests_max:
                         break
@@ -209,17 +218,37 @@ def _decompressed(file: BufferedReader, path: Path) -> BufferedReader | gzip.Gzi
     return gzip.GzipFile(fileobj=file) if begin.startswith(_GZIP) else file
 
 
-def _parse(line: bytes, where: str) -> Request:
+_AGENTS = (
+    "agents' traces with an object for each session (hash_id_scope, requests) cannot be read: write a line for each of "
+    "its requests, also of subagents, with timestamp (from t), input_length, output_length, session, and hash_ids that "
+    "differ by session"
+)
+
+
+def _parse(line: bytes, where: str, chats: dict[str, str], time_unit: str) -> Request:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not a JSON object: {error}", location=where) from error
+    if isinstance(entry, dict) and "timestamp" not in entry:
+        if "requests" in entry or "hash_id_scope" in entry:
+            raise ConfigError(_AGENTS, location=where)
+        if "delay" in entry:
+            raise ConfigError(
+                "a turn with delay has no timestamp, and only the blocks that it adds: write each request with its "
+                "timestamp and all blocks of its prompt",
+                location=where,
+            )
     checked = check(_Line, entry)
     if isinstance(checked, list):
         raise ConfigError(str(checked[0]), location=where)
-    session = "" if checked.session is None else str(checked.session)
+    session = next((str(each) for each in (checked.session, checked.session_id) if each not in (None, "")), "")
+    if not session and checked.chat_id is not None:
+        session = chats.get(str(checked.parent_chat_id), str(checked.chat_id))
+        chats[str(checked.chat_id)] = session
+    is_in_seconds = time_unit == "s" or (not time_unit and checked.parent_chat_id is not None)
     prompt = (
-        int(checked.timestamp),
+        int(checked.timestamp * (_MS_PER_S if is_in_seconds else 1)),
         checked.input_length,
         checked.output_length or 0,
         cast(tuple[int, ...], checked.hash_ids),
@@ -236,9 +265,19 @@ def sessions(requests: Sequence[Request]) -> list[int]:
     return [next((each for each in ids if each not in common), ids[-1] if ids else 0) for ids in prompts]
 
 
+def session_names(requests: Sequence[Request]) -> list[str | int]:
+    """Return the session of each request: as the trace names it, or else a block by which `sessions` knows it."""
+    return [request.session or root for request, root in zip(requests, sessions(requests), strict=True)]
+
+
+def numbered(session: str | int) -> int:
+    """Return a number of 64 bits for a session."""
+    return _number(f"session {session}") if isinstance(session, str) else session
+
+
 def hints_from_sessions(requests: Sequence[Request]) -> list[Request]:
     """Return the requests with the hints of clients that know roughly when their session returns, and when it ends."""
-    names = [request.session or root for request, root in zip(requests, sessions(requests), strict=True)]
+    names = session_names(requests)
     returns_ms: dict[str | int, int] = {}
     hinted = []
     for request, name in zip(reversed(requests), reversed(names), strict=True):

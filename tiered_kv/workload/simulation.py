@@ -29,7 +29,7 @@ from tiered_kv.stack_config import StackConfig
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.keys_only import KeysOnlyTier, KeyStore
 from tiered_kv.workload.replay import Replay, ReplaySettings
-from tiered_kv.workload.request import Request, block_key, sessions
+from tiered_kv.workload.request import Request, block_key, numbered, session_names
 
 SERVERS_MAX = 1000
 ROUTERS = ("random", "round-robin", "sticky", "prefix")
@@ -92,6 +92,8 @@ class Simulated:
     busiest_share: float
     seconds: float
     tiers: dict[str, TierUse]
+    policy_error: str = ""
+    """Why lru took the policy's place: then the figures are not the policy's."""
 
 
 def simulate(
@@ -152,7 +154,10 @@ def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[i
     if router == "round-robin":
         return cycle(range(servers))
     if router == "sticky":
-        return (int.from_bytes(block_key(session)[:8], "little") % servers for session in sessions(requests))
+        return (
+            int.from_bytes(block_key(session)[:8], "little") % servers
+            for session in map(numbered, session_names(requests))
+        )
     if router == "prefix":
         return _by_prefix(requests, servers)
     raise ConfigError(f"expected one of {', '.join(ROUTERS)}, found {router!r}", location="--router")
@@ -272,6 +277,7 @@ def _simulated(config: StackConfig, requests: Sequence[Request], servers: Sequen
         busiest_share=round(max(tally.blocks for tally in tallies) / max(blocks, 1), 6),
         seconds=span_s(requests),
         tiers=tiers,
+        policy_error=next(filter(None, (getattr(server.primary.policy, "failure", "") for server in servers)), ""),
     )
 
 

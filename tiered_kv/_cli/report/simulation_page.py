@@ -41,7 +41,9 @@ def points_of(curve: HitCurve) -> list[tuple[int, float]]:
 def rate_table(rates: Sequence[HitRate]) -> Table:
     """Return hit rates, a row for each size and a column for each policy."""
     policies = list(dict.fromkeys(rate.policy for rate in rates))
-    shown = {(rate.policy, rate.capacity_blocks): f"{rate.hit_rate:.1%}" for rate in rates}
+    shown = {
+        (rate.policy, rate.capacity_blocks): "failed" if rate.policy_error else f"{rate.hit_rate:.1%}" for rate in rates
+    }
     sizes = sorted({rate.capacity_blocks for rate in rates})
     return ["blocks", *policies], [[f"{size:,}", *(shown[policy, size] for policy in policies)] for size in sizes]
 
@@ -74,6 +76,7 @@ def stack_table(runs: Sequence[StackRun], currency: str) -> Table:
 
 def cheapest(runs: Sequence[StackRun]) -> StackRun:
     """Return the cheapest run whose hit rate is within 1 % of the best; without prices, that with the least memory."""
+    runs = [each for each in runs if not each[1].policy_error] or runs
     enough = _ENOUGH * max(simulated.hit_rate for _, simulated, _ in runs)
     good = [each for each in runs if each[1].hit_rate >= enough]
     return min(good, key=lambda each: (_cost(each[2]), each[1].capacity_blocks, -each[1].hit_rate))

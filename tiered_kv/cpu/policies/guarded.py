@@ -28,6 +28,8 @@ class GuardedPolicy(CachePolicy):
         super().__init__(num_blocks)
         self.inner = inner
         self._is_replaced = False
+        self.failure = ""
+        """Why lru took its place; empty while it is used."""
         self._held: dict[int, CPUBlock] = {}
         """The evictable blocks, by block_id."""
 
@@ -104,5 +106,6 @@ class GuardedPolicy(CachePolicy):
         name = f"{type(self.inner).__module__}:{type(self.inner).__qualname__}"
         _log.error("the eviction policy %s is replaced by lru, because of its %s", name, method, exc_info=error)
         self._is_replaced = True
+        self.failure = f"{method} raised {type(error).__name__}: {error}"
         self.inner = LRUPolicy(self.num_blocks)
         self.inner.add(self._held.values())

@@ -1,0 +1,130 @@
+"""A trace's fields mean what its publisher says: units of time, sessions; and what cannot be read is named."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.workload.test_simulation import stack_of
+from tiered_kv.cpu.policies import CachePolicy
+from tiered_kv.errors import ConfigError
+from tiered_kv.workload.hit_rates import hit_curve, hit_rate
+from tiered_kv.workload.request import ChatWorkload, Request, hints_from_sessions, read_trace
+from tiered_kv.workload.simulation import Fleet, routes, simulate
+
+
+def read(path: Path, *lines: dict[str, object], time_unit: str = "") -> list[Request]:
+    path.write_text("\n".join(json.dumps({"input_length": 1, "hash_ids": [1], **line}) for line in lines))
+    return list(read_trace(path, time_unit=time_unit))
+
+
+@pytest.mark.parametrize(
+    ("line", "time_unit", "milliseconds"),
+    [
+        ({}, "", 7),
+        ({}, "s", 7250),
+        ({}, "ms", 7),
+        ({"session_id": "a"}, "", 7),
+        ({"chat_id": 5}, "", 7),
+        ({"chat_id": 5, "parent_chat_id": -1}, "", 7250),
+        ({"chat_id": 5, "parent_chat_id": -1}, "ms", 7),
+    ],
+)
+def test_the_unit_of_time_is_the_option_s_or_that_of_the_trace(
+    tmp_path: Path, line: dict[str, object], time_unit: str, milliseconds: int
+) -> None:
+    (request,) = read(tmp_path / "trace", {"timestamp": 7.25, **line}, time_unit=time_unit)
+    assert request.timestamp_ms == milliseconds
+
+
+def test_a_session_is_named_by_a_field_or_by_the_first_chat_of_a_chain(tmp_path: Path) -> None:
+    named: list[dict[str, object]] = [
+        {"session": "s", "session_id": "other"},
+        {"session_id": 3},
+        {"chat_id": 10, "parent_chat_id": -1},
+        {"chat_id": 11, "parent_chat_id": 10},
+        {"chat_id": 12, "parent_chat_id": 11},
+        {"chat_id": 13, "parent_chat_id": 99},
+        {},
+    ]
+    requests = read(tmp_path / "trace", *({"timestamp": 1, **each} for each in named))
+    assert [request.session for request in requests] == ["s", "3", "10", "10", "10", "13", ""]
+
+
+def test_a_named_session_stays_on_its_server_and_returns_as_such() -> None:
+    requests = [
+        Request(1000 * turn + number, 512, 1, (0, *range(100 * number, 100 * number + turn)), f"session {number}")
+        for turn in range(1, 4)
+        for number in range(1, 25)
+    ]
+    servers = list(routes("sticky", requests, 4))
+    assert all(
+        len({server for server, each in zip(servers, requests, strict=True) if each.session == name}) == 1
+        for name in {each.session for each in requests}
+    )
+    assert len(set(servers)) == 4, "although all share their first block"
+    assert [each.hints for each in hints_from_sessions(requests)].count({"ttl": 0}) == 24, "each session ends once"
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"id": "a", "hash_id_scope": "local", "requests": []}, r"hash_id_scope.* write a line for each"),
+        ({"session_id": "a", "delay": 5, "hash_ids": [1]}, r"a turn with delay .* all blocks of its prompt"),
+    ],
+)
+def test_a_known_trace_that_cannot_be_read_is_named(tmp_path: Path, entry: dict[str, object], message: str) -> None:
+    (tmp_path / "trace.json").write_text(json.dumps(entry))
+    with pytest.raises(ConfigError, match=message):
+        list(read_trace(tmp_path / "trace.json"))
+    with pytest.raises(ConfigError, match=r"Is a directory; .*hash_id_scope"):
+        list(read_trace(tmp_path))
+
+
+@given(seed=st.integers(0, 1000), size=st.integers(60, 400))
+def test_lru_hits_what_the_shortest_lru_hits(seed: int, size: int) -> None:
+    requests = list(ChatWorkload(seed=seed, chats=12, turns=4, active_chats=4).requests())
+    held, hits = OrderedDict[int, None](), 0
+    for request in requests:
+        known = next((at for at, each in enumerate(request.hash_ids) if each not in held), len(request.hash_ids))
+        hits += known
+        for each in reversed(request.hash_ids):  # the head is the newest
+            held[each] = None
+            held.move_to_end(each)
+        while len(held) > size:
+            held.popitem(last=False)
+    curve = hit_curve(requests)
+    assert hit_rate("lru", size, requests, curve).hit_rate == pytest.approx(hits / curve.blocks, abs=1e-6)
+
+
+class Failing(CachePolicy):
+    """Does nothing, which a policy must not."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def add(self, blocks: object) -> None:
+        pass
+
+    remove = add
+
+    def use(self, blocks: object, chain: object) -> None:
+        pass
+
+    def evict(self, count: int, step: int, spare: object = None) -> None:
+        raise RuntimeError("a fault")
+
+
+def test_the_figures_of_a_failed_policy_are_not_its_own() -> None:
+    requests, name = list(ChatWorkload(chats=20).requests()), f"{__name__}:Failing"
+    found = hit_rate(name, 60, requests, hit_curve(requests))
+    assert found.policy_error.startswith("use raised ValueError: ")
+    assert hit_rate("arc", 60, requests, hit_curve(requests)).policy_error == ""
+    config = stack_of(blocks=60)
+    config = config.model_copy(update={"primary": config.primary.model_copy(update={"policy": name})})
+    assert simulate(config, requests, Fleet(servers=2)).policy_error == found.policy_error
