@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast, overload
 
 from tiered_kv.buffers import Blocks
-from tiered_kv.calls import HintsAsGiven
+from tiered_kv.calls import HintsAsGiven, end_of
 
 if TYPE_CHECKING:
     from tiered_kv.buffers import AnyBuffer
@@ -102,7 +102,7 @@ async def _finish(call: Callable[[float], T], timeout: float, *, always: bool = 
 
     If this is cancelled, wait for the call's end, if it has begun or `always` runs.
     """
-    end_s = time.monotonic() + timeout
+    end_s = end_of(timeout)
     claim = threading.Lock()  # taken by the thread that begins the call, or by a cancellation before
 
     def begin() -> T | None:

@@ -9,11 +9,13 @@ The main thread's calls run on a thread of their own, so that a signal handler t
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from typing import Generic, Self, TypeVar
 
 from tiered_kv.base import ReqContext
@@ -70,7 +72,7 @@ class StackCalls(Generic[M]):
         """
         if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
             return
-        timeout_s = max(0.0, min(timeout, _CLOSE_MAX_S))
+        timeout_s = min(end_of(timeout) - time.monotonic(), _CLOSE_MAX_S)
         self._is_closed = True
         self._call_thread.run(lambda: self._close(timeout_s))
         self._call_thread.stop()
@@ -152,6 +154,20 @@ class StackCalls(Generic[M]):
     def _raise_if_shut_down(self) -> None:
         if self._is_shut_down:
             raise ShutdownError("the stack was closed before this call had ended")
+
+
+def end_of(timeout: float) -> float:
+    """Return when the time of a call that begins now is over; never for `math.inf`, now for a negative `timeout`.
+
+    Raises:
+        TypeError, ValueError: It is no number of seconds, such as None or NaN: a call would wait without a limit.
+    """
+    if not isinstance(timeout, Real):
+        raise TypeError(f"a timeout is a number of seconds, math.inf for no limit; found {timeout!r}")
+    seconds = float(timeout)
+    if math.isnan(seconds):
+        raise ValueError("a timeout is a number of seconds, math.inf for no limit; found NaN")
+    return time.monotonic() + max(0.0, seconds)
 
 
 def pause(pause_s: float) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext, make_offload_key
 from tiered_kv.buffers import Blocks, rows_in
-from tiered_kv.calls import PAUSE_MIN_S, HintsAsGiven, M, StackCalls, pause
+from tiered_kv.calls import PAUSE_MIN_S, HintsAsGiven, M, StackCalls, end_of, pause
 
 if TYPE_CHECKING:
     from tiered_kv.buffers import AnyBuffer
@@ -25,6 +25,8 @@ class BlockFacade(StackCalls[M]):
     A key is a block hash: bytes of any length, of your own making. An engine's manager has the block under
     `make_offload_key(block_hash, 0)`, since engines have a hash in several KV cache groups. Such a whole key is bytes,
     too, and here it would name another block.
+
+    A `timeout` of 0 or less does not wait, and one of `math.inf` has no limit. None and NaN are errors.
 
     Each method but `close` raises `ShutdownError` if the stack is closed, or another process opened it before a fork.
     """
@@ -71,7 +73,8 @@ class BlockFacade(StackCalls[M]):
         began = self.epoch if epoch is None else epoch  # not when the call gets the lock, which a reset may hold
         offload_keys = self._keys_of(keys)
         rows = rows_in(blocks, len(offload_keys), self.region.block_bytes, "blocks")
-        return self._run(lambda: self._put(offload_keys, rows, time.monotonic() + timeout, hints, began))
+        end_s = end_of(timeout)
+        return self._run(lambda: self._put(offload_keys, rows, end_s, hints, began))
 
     @overload
     def get(
@@ -107,7 +110,8 @@ class BlockFacade(StackCalls[M]):
         offload_keys = self._keys_of(keys)
         shape = len(offload_keys), self.region.block_bytes
         rows = np.empty(shape, np.uint8) if out is None else rows_in(out, *shape, "out", writable=True)
-        loaded = self._run(lambda: self._prefix("get", offload_keys, timeout, hints, self._manager.lookup_prefix, rows))
+        end_s = end_of(timeout)
+        loaded = self._run(lambda: self._prefix("get", offload_keys, end_s, hints, self._manager.lookup_prefix, rows))
         return rows[:loaded] if out is None else loaded
 
     def contains(self, keys: Sequence[bytes], timeout: float = 1.0) -> int:
@@ -124,7 +128,8 @@ class BlockFacade(StackCalls[M]):
             TypeError: A key is not a block hash.
         """
         offload_keys, ask = self._keys_of(keys), self._manager.contains_many
-        return self._run(lambda: self._prefix("contains", offload_keys, timeout, None, ask))
+        end_s = end_of(timeout)
+        return self._run(lambda: self._prefix("contains", offload_keys, end_s, None, ask))
 
     def prefetch(self, keys: Sequence[bytes], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
         """Load the longest available prefix of `keys` into the primary tier, before a `get` needs it.
@@ -145,7 +150,8 @@ class BlockFacade(StackCalls[M]):
             TypeError, ValueError: A key is not a block hash, or hints cannot be used.
         """
         ahead = self._keys_of(keys)[: max(self.region.num_blocks // 2, 1)]
-        return self._run(lambda: self._prefix("prefetch", ahead, timeout, hints, self._manager.lookup_prefix))
+        end_s = end_of(timeout)
+        return self._run(lambda: self._prefix("prefetch", ahead, end_s, hints, self._manager.lookup_prefix))
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until no transfer to or from a secondary tier is in flight, `timeout` seconds at most.
@@ -153,7 +159,8 @@ class BlockFacade(StackCalls[M]):
         Returns:
             Whether all have ended. A tier that hangs keeps its transfers in flight beyond their deadline.
         """
-        return self._run(lambda: self._flush(time.monotonic() + timeout))
+        end_s = end_of(timeout)
+        return self._run(lambda: self._flush(end_s))
 
     @property
     def epoch(self) -> int:
@@ -212,7 +219,7 @@ class BlockFacade(StackCalls[M]):
         self,
         verb: str,
         keys: Sequence[OffloadKey],
-        timeout: float,
+        end_s: float,
         hints: HintsAsGiven,
         ask: _Ask,
         out: Blocks | None = None,
@@ -221,7 +228,7 @@ class BlockFacade(StackCalls[M]):
 
         Without `out` it is 0 after a reset.
         """
-        epoch, end_s = self.epoch, time.monotonic() + timeout
+        epoch = self.epoch
         with self._request(verb, hints) as context:
             taken = self._follow(keys, context, end_s, ask, out)
         return taken if out is not None or self.epoch == epoch else 0

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx, make_offload_key
 from tiered_kv.buffers import Blocks
+from tiered_kv.calls import end_of
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.facade import BlockFacade, keys_of
 from tiered_kv.server import protocol
@@ -194,6 +195,7 @@ class HostStack(BlockFacade[ProgramManager]):
         self._idle_poll = IdlePoll(manager, self._lock)
 
     def close(self, timeout: float = 5.0) -> None:
+        end_of(timeout)  # a mistake ends nothing
         self._idle_poll.stop()
         super().close(timeout)
 
