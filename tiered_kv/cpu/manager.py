@@ -17,6 +17,7 @@ from tiered_kv.base import (
     RequestOffloadingContext,
 )
 from tiered_kv.cpu.backend import PROMOTION, CPUBackend, CPUBlock
+from tiered_kv.cpu.orphans import Orphans
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
 from tiered_kv.cpu.policies.guarded import guarded_policy
 from tiered_kv.hints import BY_REQUEST, HINT_NAMES, HintReader, Hints
@@ -86,9 +87,8 @@ class CPUOffloadingManager(OffloadingManager):
         """Requests that load nothing: those with the hint `skip: load`, and the outdated ones."""
         self._clock = clock
         self._chains: dict[str, RequestChain] = {}
-        self.orphans: dict[OffloadKey, CPUBlock] = {}
-        """Blocks that were in use at a reset_cache(). Their keys cannot be stored again before the engine completes its
-        transfer: that call names only the key, and must find this block."""
+        self.orphans = Orphans(backend.free_all)
+        """Blocks from before a reset whose rows are not free yet."""
         self._events: deque[OffloadingEvent] | None = deque(maxlen=EVENTS_MAX) if enable_events else None
 
     # The engine's interface.
@@ -202,6 +202,8 @@ class CPUOffloadingManager(OffloadingManager):
         if self._has_evicted or self._ends_every_step:
             self._has_evicted = False
             self.policy.end_step()
+        if self.orphans.unswept:
+            self.orphans.sweep()
 
     @property
     def reports_events(self) -> bool:
@@ -215,8 +217,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._events.clear()
         return events
 
-    def reset_cache(self) -> None:
-        """Forget every key. The rows of running transfers become free when the transfers end.
+    def reset_cache(self, *, is_reported: bool = True) -> None:
+        """Forget every key. The rows of running transfers become free when the transfers end, others in later steps.
 
         Requests that have begun store and load nothing until they end. A call without a request id belongs to no
         request: its caller must not store blocks from before the reset.
@@ -226,16 +228,11 @@ class CPUOffloadingManager(OffloadingManager):
         for req_id in list(self.outdated)[:-CHAINS_MAX]:
             del self.outdated[req_id]
             self.load_skippers.discard(req_id)
-        ready = [block for block in self.blocks.values() if block.ref_cnt == 0]
-        self.policy.remove(ready)
-        self._note_event([key for key, block in self.blocks.items() if block.ref_cnt >= 0], removed=True)
-        for key, block in self.blocks.items():
-            if block.ref_cnt == 0:
-                self.backend.free(block)
-            else:
-                block.chain = None
-                self.orphans[key] = block
-        self.blocks.clear()
+        if self._events is not None and is_reported:  # an engine has to know each
+            self._note_event([key for key, block in self.blocks.items() if block.ref_cnt >= 0], removed=True)
+        old, self.blocks = self.blocks, {}
+        self.orphans.add(old, self.policy.clear(block for block in old.values() if block.ref_cnt == 0))
+        self.orphans.sweep()
 
     def shutdown(self, *, unmap: bool = True) -> None:
         """Forget every block, and unmap the region. Its memory stays mapped during transfers, or while views exist.
@@ -243,7 +240,7 @@ class CPUOffloadingManager(OffloadingManager):
         Args:
             unmap: False if a tier may still write into the region.
         """
-        is_in_use = any(block.ref_cnt for block in (*self.blocks.values(), *self.orphans.values()))
+        is_in_use = self.orphans.are_in_use or any(block.ref_cnt for block in self.blocks.values())
         self.blocks.clear()
         self._chains.clear()
         if unmap and not is_in_use:
@@ -356,6 +353,9 @@ class CPUOffloadingManager(OffloadingManager):
 
     def _make_room(self, count: int, chain: RequestChain, evicted: list[OffloadKey], *, ahead: int = 0) -> bool:
         missing = count - self.backend.get_num_free_blocks()
+        if missing > 0 and self.orphans.unswept:
+            self.orphans.make_room(missing)
+            missing = count - self.backend.get_num_free_blocks()
         if missing > 0:
             self.policy.use((), chain)
             victims = self._victims(missing, chain, ahead=ahead)
@@ -394,11 +394,10 @@ class CPUOffloadingManager(OffloadingManager):
                 block = self.orphans.get(key)
             if block is None or block.ref_cnt >= 0 or block.writer != req_id:
                 continue
-            if block.chain is not None:
-                written.append(block)
-            else:
-                del self.orphans[key]
+            if self.orphans and self.orphans.remove(block):
                 self.backend.free(block)
+            else:
+                written.append(block)
         chain = written[0].chain if written else None
         if chain is not None and chain.step > 1:
             written.sort(key=_position_of)
@@ -425,8 +424,8 @@ class CPUOffloadingManager(OffloadingManager):
         """Remove a block in state writing from the index; `backend.free` frees its row."""
         if self.blocks.get(block.key) is block:
             del self.blocks[block.key]
-        elif self.orphans.get(block.key) is block:
-            del self.orphans[block.key]
+        else:
+            self.orphans.remove(block)
         block.chain = None
 
     def pin(self, blocks: Collection[CPUBlock]) -> None:
@@ -442,11 +441,10 @@ class CPUOffloadingManager(OffloadingManager):
             count = block.ref_cnt = block.ref_cnt - 1
             assert count >= 0, "unpinned more often than pinned"
             if not count:
-                if block.chain is not None:
-                    evictable.append(block)
-                else:
-                    del self.orphans[block.key]
+                if self.orphans and self.orphans.remove(block):
                     self.backend.free(block)
+                else:
+                    evictable.append(block)
         if evictable:
             self.policy.add(evictable)
 

@@ -169,7 +169,9 @@ class Host:
     def is_busy(self) -> bool:
         """Whether the next step may find something without a message."""
         has_jobs = self.manager.jobs_in_flight or (self._history is not None and self._history.has_work)
-        return bool(has_jobs) or any(session.is_waiting for session in self.sessions.values())
+        return (
+            bool(has_jobs) or self.manager.is_sweeping or any(session.is_waiting for session in self.sessions.values())
+        )
 
     def welcome(self) -> Welcome:
         rows = self.config.primary_blocks
@@ -215,7 +217,8 @@ class Host:
         try:
             self.manager.reset_cache()
         finally:  # also after a mistake of ours: requests of an epoch that is over find and store nothing
-            self.index.forget()
+            self.generations.bump_all()
+            self.index.forget(self.manager.primary.blocks)
             for session in self.sessions.values():
                 session.send(protocol.EPOCH, self.epoch, session is by)
 

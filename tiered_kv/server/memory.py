@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Final
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import Geometry, PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError, needing_resources
@@ -221,6 +223,11 @@ class Generations:
         values = self.values
         for row in rows:
             values[row] = values[row] + 1 & 0xFFFFFFFF
+
+    def bump_all(self) -> None:
+        """Give every row its next generation: no engine takes a block from before a reset for stored."""
+        current = np.frombuffer(self.values, np.uint32)
+        current += np.uint32(1)
 
     def close(self) -> None:
         """Close and unmap the file. Engines keep what they have mapped. A second call does nothing."""

@@ -137,9 +137,8 @@ class RowIndex:
         """Where each row was last noted in the ring: that is the next three."""
         self._keys: np.ndarray[Any, np.dtype[np.void]] = np.zeros(0, np.void(0).dtype)
         self._rows = np.zeros(self._size, np.uint32)
-        self._noted = np.zeros(self._size, np.uint32)
+        self._noted = np.full(self._size, 0xFFFFFFFF, np.uint32)  # no row has that at first
         self._end = 0
-        self.forget()
 
     def note(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> None:
         """Note that ready blocks are in these rows, in the order of a prefix."""
@@ -189,9 +188,9 @@ class RowIndex:
             if same < RUN_MIN:
                 break
 
-    def forget(self) -> None:
-        """Find nothing of what was noted: after a reset, which rows in use outlast with their generation."""
-        self._noted[:] = self._current().take(self._rows) - np.uint32(1)
+    def forget(self, blocks: Mapping[OffloadKey, CPUBlock]) -> None:
+        """Use the index of a tier that was reset. Each row has another generation, so nothing noted is found."""
+        self._blocks = blocks
 
     def _current(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
         return np.frombuffer(self._generations, np.uint32)  # not kept: it would keep the memory

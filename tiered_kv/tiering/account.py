@@ -6,6 +6,7 @@ import logging
 import sys
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, group_of
@@ -279,6 +280,7 @@ class PrimaryAccount:
         self._block_tokens = block_tokens
         if history is not None:
             primary.on_evicted = history.evict
+            primary.orphans.on_swept = partial(history.note, CPU, Fate.RESET)
 
     def loaded(self, keys: Collection[OffloadKey], log: RequestLog | None, sources: Mapping[OffloadKey, str]) -> None:
         """Record blocks that a request loads, and the tiers of promoted ones; with a history, it has a log."""
@@ -305,7 +307,7 @@ class PrimaryAccount:
     def resetting(self) -> None:
         """Record that the primary tier is about to forget its blocks."""
         if self._history is not None:
-            self._history.reset(CPU, self._primary.blocks)
+            self._history.reset(CPU)
 
     def snapshot(self) -> dict[str, int]:
         """Return the counters of stored and loaded blocks. Any thread may call."""

@@ -459,6 +459,11 @@ class TieringOffloadingManager(CalledManager):
         return self.primary.is_outdated(req_context)
 
     @property
+    def is_sweeping(self) -> bool:
+        """Whether rows from before a reset will become free in later steps."""
+        return bool(self.primary.orphans.unswept)
+
+    @property
     def jobs_in_flight(self) -> int:
         return sum(len(guarded.jobs) for guarded in self._tiers)
 
@@ -515,7 +520,8 @@ class TieringOffloadingManager(CalledManager):
                 self._end_request(state)
             elif state.req_context.req_id:
                 self._outdate(state)
-        self.primary.reset_cache()
+        self.primary.reset_cache(is_reported=not self._has_event_sink)
+        self._primary_blocks = self.primary.blocks
         self._ready_min = _NONE_READY if self._load_skippers else 0
 
     def _outdate(self, state: RequestState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.backend import CPUBlock, RequestChain
@@ -60,6 +60,15 @@ class CachePolicy(ABC):
     @abstractmethod
     def remove(self, blocks: Iterable[CPUBlock]) -> None:
         """Remove `blocks`, which were pinned or deleted."""
+
+    def clear(self, blocks: Iterable[CPUBlock]) -> dict[Any, Any]:  # Any: the policy's own
+        """Remove all blocks, which are these: the cache is reset. By default it removes one after the other.
+
+        A policy that overrides it, and looks at none, lets a reset of many blocks end at once. It may return a
+        dictionary that it does not use any more, for the caller to drop in parts.
+        """
+        self.remove(list(blocks))
+        return {}
 
     @abstractmethod
     def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:

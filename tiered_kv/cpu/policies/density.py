@@ -13,6 +13,7 @@ from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
+from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import NO_KEY, PROMOTION, CPUBlock, RequestChain
@@ -120,6 +121,9 @@ class DensityPolicy(CachePolicy):
 
     def remove(self, blocks: Iterable[CPUBlock]) -> None:
         self._order.take_out(blocks)
+
+    def clear(self, blocks: Iterable[CPUBlock]) -> dict[Any, Any]:  # Any: the policy's own
+        return self._order.clear()
 
     def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
         own: Tail = chain.note or self._begin(chain)

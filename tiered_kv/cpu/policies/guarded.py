@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tiered_kv.cpu.backend import CPUBlock, RequestChain
 from tiered_kv.cpu.policies import CachePolicy
@@ -51,6 +52,11 @@ class GuardedPolicy(CachePolicy):
         for block, chain in zip(removed, chains, strict=True):
             block.chain = chain  # a pinned block without one would be taken for forgotten
             self._held.pop(block.block_id, None)
+
+    def clear(self, blocks: Iterable[CPUBlock]) -> dict[Any, Any]:  # Any: the policy's own
+        self._call("clear", list(blocks))
+        self._held = {}
+        return {}
 
     def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
         self._call("use", blocks, chain)

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock, RequestChain
@@ -28,6 +29,9 @@ class _Stack:
         self.blocks: dict[int, CPUBlock] = {}
         self.top = -1
         self.is_sorted = True
+
+    def __len__(self) -> int:
+        return len(self.blocks)
 
     def sort(self) -> None:
         if not self.is_sorted:
@@ -53,7 +57,7 @@ class ChainOrder:
     """
 
     def __init__(self) -> None:
-        self._stacks: dict[RequestChain, _Stack] = {}
+        self.stacks: dict[RequestChain, _Stack] = {}
         # A heap by last use. An entry is out of date if its chain was used later, or has no blocks any more.
         self._queue: list[tuple[int, int, RequestChain]] = []
         self._numbers = itertools.count()  # chains are not compared
@@ -73,7 +77,7 @@ class ChainOrder:
             if block.chain is not chain:
                 chain = block.chain
                 assert chain is not None
-                stack = self._stacks.get(chain) or self._begin(chain)
+                stack = self.stacks.get(chain) or self._begin(chain)
             position = block.position
             stack.blocks[block.block_id] = block
             if position >= stack.top:
@@ -85,12 +89,12 @@ class ChainOrder:
     def discard(self, block: CPUBlock) -> bool:
         """Remove a block if it is in the order, and return whether it was."""
         chain = block.chain
-        stack = self._stacks.get(chain) if chain is not None else None
+        stack = self.stacks.get(chain) if chain is not None else None
         if stack is not None and stack.blocks.get(block.block_id) is block:
             del stack.blocks[block.block_id]
             if not stack.blocks:
                 assert chain is not None
-                del self._stacks[chain]
+                del self.stacks[chain]
         elif block.block_id in self._held:
             del self._held[block.block_id]
         else:
@@ -105,9 +109,9 @@ class ChainOrder:
         for block in blocks:
             if block.chain is not chain:
                 if not stack and chain is not None:
-                    self._stacks.pop(chain, None)
+                    self.stacks.pop(chain, None)
                 chain = block.chain
-                found = self._stacks.get(chain) if chain is not None else None
+                found = self.stacks.get(chain) if chain is not None else None
                 stack = None if found is None else found.blocks
             row = block.block_id
             if stack and stack.get(row) is block:
@@ -117,14 +121,14 @@ class ChainOrder:
                 del self._held[row]
                 self._size -= 1
         if not stack and chain is not None:
-            self._stacks.pop(chain, None)
+            self.stacks.pop(chain, None)
 
     def oldest(self) -> RequestChain | None:
         """Return the least recently used chain, or None if the order is empty."""
         queue = self._queue
         while queue:
             last_use, _, chain = queue[0]
-            if chain not in self._stacks:
+            if chain not in self.stacks:
                 heapq.heappop(queue)
             elif chain.last_use != last_use:
                 heapq.heapreplace(queue, (chain.last_use, next(self._numbers), chain))
@@ -134,7 +138,7 @@ class ChainOrder:
 
     def depth(self, chain: RequestChain) -> int:
         """Return the position of a chain's deepest block; -1 if it has none here."""
-        stack = self._stacks.get(chain)
+        stack = self.stacks.get(chain)
         if stack is None:
             return -1
         stack.sort()
@@ -154,7 +158,7 @@ class ChainOrder:
     def pop_from(self, chain: RequestChain, count: int, step: int) -> list[CPUBlock]:
         """Remove and return up to `count` blocks of a chain that has some, the deepest first."""
         popped: list[CPUBlock] = []
-        stack = self._stacks[chain]
+        stack = self.stacks[chain]
         stack.sort()
         blocks = stack.blocks
         while blocks and len(popped) < count:
@@ -166,7 +170,7 @@ class ChainOrder:
         if blocks:
             stack.top = next(reversed(blocks.values())).position
         else:
-            del self._stacks[chain]
+            del self.stacks[chain]
         self._size -= len(popped)
         return popped
 
@@ -178,11 +182,11 @@ class ChainOrder:
             self.add(held.values())
 
     def _begin(self, chain: RequestChain) -> _Stack:
-        if len(self._queue) > 2 * len(self._stacks) + QUEUE_SPARE:
-            self._queue = [(each.last_use, next(self._numbers), each) for each in self._stacks]
+        if len(self._queue) > 2 * len(self.stacks) + QUEUE_SPARE:
+            self._queue = [(each.last_use, next(self._numbers), each) for each in self.stacks]
             heapq.heapify(self._queue)
         heapq.heappush(self._queue, (chain.last_use, next(self._numbers), chain))
-        stack = self._stacks[chain] = _Stack()
+        stack = self.stacks[chain] = _Stack()
         return stack
 
 
@@ -204,6 +208,10 @@ class LRUPolicy(CachePolicy):
 
     def remove(self, blocks: Iterable[CPUBlock]) -> None:
         self._order.discard_all(blocks)
+
+    def clear(self, blocks: Iterable[CPUBlock]) -> dict[Any, Any]:  # Any: the policy's own
+        stacks, self._order = self._order.stacks, ChainOrder()
+        return stacks
 
     def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
         order = self._order
@@ -277,6 +285,11 @@ class ARCPolicy(CachePolicy):
     def remove(self, blocks: Iterable[CPUBlock]) -> None:
         for block in blocks:
             self._discard(block)
+
+    def clear(self, blocks: Iterable[CPUBlock]) -> dict[Any, Any]:  # Any: the policy's own
+        recent, frequent = self._recent.stacks, self._frequent.stacks
+        self._recent, self._frequent = self._lists = ChainOrder(), ChainOrder()
+        return {**recent, **{(chain, "frequent"): stack for chain, stack in frequent.items()}}
 
     def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
         chain.refresh()

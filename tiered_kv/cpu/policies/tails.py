@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, le
+from typing import Any
 
 import numpy as np
 
@@ -200,6 +201,18 @@ class TailOrder:
                 self._emptied(tail)
         self.size -= len(taken)
         return taken
+
+    def clear(self) -> dict[Any, Any]:  # Any: the policy's own
+        """Remove all blocks, and return those of each tail. It takes as long as there are tails."""
+        waiting = [tail for cell in self._cells for _, _, tail in cell.queue]
+        removed: dict[Any, Any] = {}
+        for tail in (*waiting, *self._blocked.values(), *self._orphaned):
+            if tail.blocks:
+                removed[tail] = tail.blocks
+                self._emptied(tail)
+        self._protected.clear()
+        self.size = 0
+        return removed
 
     def enter(self, tail: Tail) -> None:
         """Put a tail with blocks into the cell of its group and age."""

@@ -1,0 +1,111 @@
+"""Blocks whose keys a reset has forgotten, until their rows are free.
+
+The primary tier's manager makes one, and calls it on its thread. A reset takes as long with a million rows as with ten:
+it hands over the index as it is, and `sweep` frees the rows by and by. A row that is needed sooner is freed sooner.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, Final
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.backend import CPUBlock
+
+SWEEP_BLOCKS: Final = 512
+"""Blocks of a sweep, which takes half a millisecond."""
+
+
+class Orphans:
+    """The blocks from before resets.
+
+    A block in use stays until its transfer ends: that call names only the key, and must find this block. Until then its
+    key cannot be stored again. All others are free, or will be once they are swept.
+
+    Args:
+        free: Frees the rows of blocks.
+
+    Attributes:
+        unswept: The indexes of which a sweep has not seen each block, the oldest first.
+        on_swept: If set, it is called with keys that a sweep has come to.
+    """
+
+    def __init__(self, free: Callable[[Collection[CPUBlock]], None]) -> None:
+        self._free = free
+        self._in_use: dict[OffloadKey, CPUBlock] = {}
+        self.unswept: deque[dict[OffloadKey, CPUBlock]] = deque()
+        self._remains: deque[dict[Any, Any]] = deque()
+        self.on_swept: Callable[[list[OffloadKey]], None] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._in_use or self.unswept)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return self.get(key) is not None
+
+    @property
+    def are_in_use(self) -> bool:
+        """Whether any is."""
+        return bool(self._in_use) or any(block.ref_cnt for index in self.unswept for block in index.values())
+
+    def get(self, key: OffloadKey) -> CPUBlock | None:
+        """Return the block of this key that is in use."""
+        block = self._in_use.get(key)
+        if block is None:
+            found = (index.get(key) for index in self.unswept)
+            block = next((each for each in found if each is not None and each.ref_cnt), None)
+        return block
+
+    def owns(self, block: CPUBlock) -> bool:
+        """Return whether a block is one of these."""
+        key = block.key
+        return self._in_use.get(key) is block or any(index.get(key) is block for index in self.unswept)
+
+    def add(self, index: dict[OffloadKey, CPUBlock], remains: dict[Any, Any]) -> None:
+        """Take over the index of a primary tier that is reset, and what is left of its policy: nobody uses either."""
+        if index:
+            self.unswept.append(index)
+        if remains:
+            self._remains.append(remains)
+
+    def remove(self, block: CPUBlock) -> bool:
+        """Give a block back to the caller, who frees it; return whether it was one of these."""
+        for index in (self._in_use, *self.unswept):
+            if index.get(block.key) is block:
+                del index[block.key]
+                return True
+        return False
+
+    def sweep(self, count: int = SWEEP_BLOCKS) -> int:
+        """Free those of the next `count` blocks that are not in use; return how many rows became free."""
+        freed = 0
+        while count > 0 and self.unswept:
+            index = self.unswept[0]
+            swept = [index.popitem() for _ in range(min(count, len(index)))]
+            count -= len(swept)
+            if not index:
+                self.unswept.popleft()
+            self._drop(len(swept))
+            self._in_use.update(each for each in swept if each[1].ref_cnt)
+            unused = [block for _, block in swept if not block.ref_cnt]
+            self._free(unused)
+            freed += len(unused)
+            if self.on_swept is not None:
+                self.on_swept([key for key, _ in swept])
+        return freed
+
+    def make_room(self, rows: int) -> None:
+        """Free so many rows, or all."""
+        while rows > 0 and self.unswept:
+            rows -= self.sweep(max(rows, SWEEP_BLOCKS))
+
+    def _drop(self, count: int) -> None:
+        """Drop what is left of a policy in parts: to drop all at once takes 20 ms for a million blocks."""
+        while count > 0 and self._remains:
+            if self._remains[0]:
+                count -= 1 + len(self._remains[0].popitem()[1])
+            else:
+                self._remains.popleft()
+        if not self.unswept:
+            self._remains.clear()
