@@ -245,6 +245,10 @@ class FsTier(AsyncTier):
             return disk_need(self._directory.path, self._settings.capacity, used_bytes).problem
         return ""
 
+    @property
+    def has_saved_reset(self) -> bool:
+        return self._cache_epoch.is_saved
+
     def shutdown(self) -> None:
         if self._is_shut_down:
             return

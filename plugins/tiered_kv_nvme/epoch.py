@@ -57,6 +57,11 @@ class DirectoryEpoch:
                 os.close(self._fd)
             raise
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the file has the epoch."""
+        return self._epoch.is_saved
+
     def renew(self) -> int:
         """Begin a new epoch and return it; `sync` writes it. No I/O."""
         self.value = int(self._epoch.renew(), 16)

@@ -158,6 +158,11 @@ class SegmentStore:
     def epoch(self) -> int:
         return self.pool.epoch
 
+    @property
+    def has_saved_reset(self) -> bool:
+        """Whether the directory has the epoch of the last reset."""
+        return self._epoch.is_saved
+
     def reset(self) -> int:
         """Remove every block, and return the new epoch. A background task writes it into the directory.
 

@@ -83,6 +83,10 @@ class NvmeTier(BlockingTier):
         self._absent.clear()
         return absent
 
+    @property
+    def has_saved_reset(self) -> bool:
+        return self._store.has_saved_reset
+
     def reset_cache(self) -> bool:
         self.begin_epoch(self._store.reset())
         return True

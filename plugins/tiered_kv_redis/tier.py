@@ -91,6 +91,10 @@ class RedisTier(BlockingTier):
     def lookup_failures(self) -> int:
         return super().lookup_failures + self._counters["unanswered_lookups_total"]
 
+    @property
+    def has_saved_reset(self) -> bool:
+        return self._keyspace.epoch.is_saved
+
     def reset_cache(self) -> bool:
         self.begin_epoch()
         self._touches.clear()

@@ -131,6 +131,10 @@ class S3Tier(BlockingTier):
     def lookup_failures(self) -> int:
         return super().lookup_failures + self._counters["unanswered_lookups_total"]
 
+    @property
+    def has_saved_reset(self) -> bool:
+        return self._epoch.is_saved
+
     def reset_cache(self) -> bool:
         self.begin_epoch()
         self._touches.clear()

@@ -130,6 +130,8 @@ def test_a_reset_that_a_killed_server_has_not_written_is_made_again(tmp_path: Pa
         shutil.copytree(folder, before)
         resets.manager.reset_cache()
         follows.step_until(lambda: follows.manager.epoch == 1)
+        (kept,) = tmp_path.glob("cache.sock.resets-*")
+        wait_until(lambda: kept.read_bytes()[:1] == b"\1")  # it takes the tiers' word
     resets.close()
     follows.step_until(lambda: not follows.manager.is_attached)
     shutil.rmtree(folder)

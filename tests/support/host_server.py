@@ -67,6 +67,7 @@ def serving(
     """
     path = directory / "cache.sock"
     opened = Namespaces(stack or stack_of(), namespaces)
+    opened.socket_path = path
     opened.open_own()
     server = CacheServer(listen(path), opened, pidfd_of=(lambda *_: os.eventfd(0)) if never_ends else None)
     thread = threading.Thread(target=server.serve)

@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> Status:
         try:
             with _ending_in_time(remove):
                 namespaces = Namespaces(args.stack, args.namespaces)
+                namespaces.socket_path = Path(where)
                 version, process = version_of("tiered-kv"), os.getpid()
                 _log.info("tiered-kv %s, process %d: %s with %s", version, process, args.stack, namespaces.tiers)
                 pages = namespaces.open_pages()

@@ -23,6 +23,7 @@ from tiered_kv.server import protocol
 from tiered_kv.server.channel import Channel
 from tiered_kv.server.memory import map_generations, map_host_region
 from tiered_kv.server.protocol import Hello, ProtocolError, Welcome
+from tiered_kv.server.reset_file import ResetNotes
 from tiered_kv.server.welcome import check_files, welcome_of
 from tiered_kv.threads import start_thread
 
@@ -168,6 +169,7 @@ class Attachment:
         self._path = address.removeprefix(SCHEME)
         protocol.check_path(self._path, "attach")
         self.hello = hello
+        self.resets = ResetNotes(self._path, hello.settings)
         self._maps_rows = maps_rows
         self._ready: HostLink | None = None
         self._wanted = threading.Event()
@@ -271,6 +273,11 @@ class Attachment:
         if link is not None:
             link.say_bye()
             link.close()
+        self.resets.close()
+
+    def note_reset(self) -> None:
+        """Keep a reset of the namespace for a server that is away, or that ends before it carries it out."""
+        self.resets.note("" if self._blocks is None else self._blocks[0])
 
     def _run(self) -> None:
         pause_s = RETRY_MIN_S
@@ -338,8 +345,10 @@ class Attachment:
                 sock.send(protocol.HEADER.pack(protocol.HELLO, 0, 0, 0, len(body)) + body)
             packet, fds = _receive(sock)
             welcome = welcome_of(packet)
-            check_files(fds, welcome)
+            check_files(fds[:2], welcome)
             self._check_blocks(welcome)
+            if len(fds) > 2:
+                self.resets.adopt(fds[2])
             region = map_host_region(fds[0], welcome.rows, welcome.row_bytes) if self._maps_rows else None
             try:
                 return HostLink(Channel(sock, UNREAD_BYTES_MAX), welcome, region, map_generations(fds[1], welcome.rows))
@@ -368,7 +377,7 @@ def reason_for(error: Exception) -> str:
 
 def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     try:
-        packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 2)
+        packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 3)
     except ConnectionResetError:  # it has left our message unread; what it sent comes next (unix(7))
-        packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 2)
+        packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 3)
     return packet, fds

@@ -183,9 +183,10 @@ class ServerConnection:
         self.epoch += 1
         self._resets_owed += 1
         self._reset_s = self._clock()
+        self._attachment.note_reset()  # first: from here on it is carried out, whatever ends now
         if self.link is not None:
             self.link.forget_known()
-            self.send(protocol.RESET)
+            self.send(protocol.RESET, self._attachment.resets.number)
             self.flush()
 
     def epoch_there(self, epoch: int) -> int:
@@ -220,6 +221,8 @@ class ServerConnection:
     def _reach(self, epoch: int) -> None:
         if epoch > self.epoch:
             self.epoch = epoch
+            if self.link is not None:
+                self.link.forget_known()
             self._on_reset()
 
     def _attach(self) -> None:
@@ -239,4 +242,4 @@ class ServerConnection:
         self._reach(count + self._epochs_before)  # resets of others while this engine had no connection
         self._epochs_before = self.epoch - count
         if self._resets_owed:
-            self.send(protocol.RESET)
+            self.send(protocol.RESET, self._attachment.resets.number)

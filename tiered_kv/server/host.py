@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tiered_kv.base import OffloadKey
@@ -16,6 +18,7 @@ from tiered_kv.server import protocol
 from tiered_kv.server.descriptors import needed_by
 from tiered_kv.server.memory import Generations, HostRegion
 from tiered_kv.server.protocol import Welcome
+from tiered_kv.server.reset_file import ResetFile
 from tiered_kv.server.session_request import RowIndex
 from tiered_kv.stack import EngineStack
 from tiered_kv.stack_config import StackConfig
@@ -44,6 +47,8 @@ KEYS_MAX: Final = 1 << 22
 KEYS_ALL_MAX: Final = 1 << 23
 """Keys of all sessions together."""
 ANSWER_S: Final = 1.0
+RESETS_S: Final = 0.1
+"""How often the file of resets is looked at."""
 FREE_MEMORY_S: Final = 5.0
 """How long to wait for memory of a killed server, which engines unmap when they see its end."""
 
@@ -87,12 +92,18 @@ class Host:
     Args:
         config: The stack.
         on_finished: Called on any thread when a job of a tier has ended; returns at once.
+        socket_path: Beside it is the file that keeps resets; None for none.
 
     Raises:
         ConfigError, TierError, ResourceError: The stack cannot be opened.
     """
 
-    def __init__(self, config: StackConfig, on_finished: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        config: StackConfig,
+        on_finished: Callable[[], None] = lambda: None,
+        socket_path: Path | None = None,
+    ) -> None:
         settings = config.primary
         self.config = config
         self.instance = uuid.uuid4().hex
@@ -123,6 +134,14 @@ class Host:
         """Of all sessions."""
         self.leases_max = max(1, config.primary_blocks // LEASE_SHARE)
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)
+        self._resets = ResetFile(socket_path, config.identity.digest.hex())
+        self._begun = self._resets.written
+        """Resets of the file that were begun."""
+        self._is_written = True
+        self._looked_s = 0.0
+        if self._resets.asked() != self._begun:  # while no server ran, or before the last one carried it out
+            self._reset_all()
+            self.index.forget(self.manager.primary.blocks)
         self._tiers = {name: number for number, name in enumerate(self.stack.tier_names, 1)}
 
     @property
@@ -162,8 +181,8 @@ class Host:
 
     @property
     def fds(self) -> list[int]:
-        """Descriptors of the rows and of their generations."""
-        return [self.region.fd, self.generations.fd]
+        """Descriptors of the rows, of their generations, and of the file of resets, if there is one."""
+        return [self.region.fd, self.generations.fd, *([self._resets.fd] if self._resets.fd >= 0 else [])]
 
     @property
     def is_busy(self) -> bool:
@@ -192,6 +211,8 @@ class Host:
     def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
         """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
         self._steps += 1
+        if time.monotonic() - self._looked_s > RESETS_S:
+            self.look_for_resets()
         sessions = list(self.sessions.values())
         first = self._steps % max(1, len(sessions))
         for session in sessions[first:] + sessions[:first]:  # none is always the first to take the leases that are left
@@ -212,15 +233,33 @@ class Host:
         if costs and self.config.is_prefill_measured:
             self.manager.shown_cost = max(costs, key=attrgetter("block_s"))
 
-    def reset(self, by: HostSession) -> None:
-        """Forget every block, and tell all engines."""
+    def look_for_resets(self) -> None:
+        """Carry out what was asked for by the file alone: its process ended, or knew no server."""
+        self._looked_s = time.monotonic()
+        if self._resets.asked() != self._begun:
+            self.reset(None)
+        elif not self._is_written and self.manager.has_saved_reset:
+            self._is_written = True
+            self._resets.note_written(self._begun)
+
+    def reset(self, by: HostSession | None, number: int = 0) -> None:
+        """Forget every block, and tell all engines; only tell who asks, if this was done since the file's `number`."""
+        if by is not None and 0 < number <= self._begun:
+            by.send(protocol.EPOCH, self.epoch, True)
+            return
+        if by is not None and not number:
+            self._resets.add()
         try:
-            self.manager.reset_cache()
+            self._reset_all()
         finally:  # also after a mistake of ours: requests of an epoch that is over find and store nothing
             self.generations.bump_all()
             self.index.forget(self.manager.primary.blocks)
             for session in self.sessions.values():
                 session.send(protocol.EPOCH, self.epoch, session is by)
+
+    def _reset_all(self) -> None:
+        self._begun, self._is_written = self._resets.asked(), False
+        self.manager.reset_cache()
 
     def free(self, blocks: Collection[CPUBlock]) -> None:
         """Free rows that were granted."""
@@ -239,6 +278,9 @@ class Host:
         for session in self.sessions.values():
             session.close()
         self.stack.close(timeout)
+        if not self._is_written and self.manager.has_saved_reset:
+            self._resets.note_written(self._begun)
+        self._resets.close()
         self.generations.close()
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tiered_kv.config.namespace import differences
@@ -46,6 +47,7 @@ class Namespaces:
         count: How many namespaces there may be at a time. They divide the capacities evenly.
 
     Attributes:
+        socket_path: Where the server listens, if at a path; set before a stack is opened.
         wake: Lets the server's thread see that a job of a tier has ended. The server sets it, any thread calls it.
 
     Raises:
@@ -82,6 +84,7 @@ class Namespaces:
         self._hosts: dict[bytes, Host] = {}
         self._opening: dict[bytes, list[Opened]] = {}
         self.wake: Callable[[], None] = lambda: None
+        self.socket_path: Path | None = None
 
     @property
     def hosts(self) -> list[Host]:
@@ -102,7 +105,7 @@ class Namespaces:
     def open_own(self) -> None:
         """Open the stack of the file, if it has a namespace, before any engine needs it."""
         if self._own is not None:
-            self._hosts[self._own.identity.digest] = Host(self._own, lambda: self.wake())
+            self._hosts[self._own.identity.digest] = Host(self._own, lambda: self.wake(), self.socket_path)
 
     def open_pages(self) -> StatusServer | None:
         """Return the server of metrics and status, which answers now; None without the setting. The caller closes it.
@@ -153,7 +156,7 @@ class Namespaces:
         try:
             if idle is not None:  # first: both may have one directory
                 idle.close(CLOSE_S)
-            opened = Host(config, lambda: self.wake())
+            opened = Host(config, lambda: self.wake(), self.socket_path)
         except TieredKVError as error:
             _log.error("a stack cannot be opened: %s", error_text(error, config.secret_texts()))
             opened = error

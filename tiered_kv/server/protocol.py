@@ -14,13 +14,13 @@ the client's number of a request, unless the table says otherwise.
     END       the request has ended: end all its leases
     GRANT     number = rows wanted in advance
     RETURN    granted rows that are not needed
-    RESET     forget every block of the namespace
+    RESET     forget every block of the namespace; number = its place in the file of resets, 0 if it is in none
     PING      number comes back in PONG; with the flag `WHEN_IDLE`, once no job of a tier is in flight
     MAPPED    this worker has mapped the rows, and pinned them
     BYE       this process uses no row any more
 
     server to client
-    WELCOME   JSON: see `Welcome`; two descriptors come with it: the rows, and their generations
+    WELCOME   JSON: see `Welcome`; descriptors come with it: the rows, their generations, perhaps the file of resets
     REFUSED   text: why not, and what to do
     WORKERS   number = worker processes of the session that have mapped the rows; count = its schedulers
     ANSWER    `START`, then a row or code for each key from there on, then the tier of each (a byte)

@@ -303,6 +303,7 @@ class CacheServer:
         if hello.role == "scheduler":
             session.channel = process.channel
         process.channel.flush()
+        host.look_for_resets()
         body = protocol.to_json(host.welcome())
         packet = protocol.HEADER.pack(protocol.WELCOME, 0, 0, 0, len(body)) + body
         try:
@@ -348,6 +349,7 @@ class CacheServer:
         self._disconnect(process)
         self._forget(process)
         if process.session is not None:
+            self._trying(process.session.host.look_for_resets)
             self._end_if_left(process.session)
 
     def _died(self, process: Process) -> None:

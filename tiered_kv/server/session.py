@@ -62,7 +62,7 @@ class Session:
             protocol.END: lambda message: self._finish(self._request(message)),
             protocol.GRANT: self._grant,
             protocol.RETURN: self._return,
-            protocol.RESET: lambda _: self.host.reset(self),
+            protocol.RESET: lambda message: self.host.reset(self, message.number),
             protocol.PING: self._ping,
         }
 

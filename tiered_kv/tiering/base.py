@@ -187,6 +187,11 @@ class SecondaryTierManager(ABC):
         return False
 
     @property
+    def has_saved_reset(self) -> bool:
+        """Whether the storage has the last reset: it holds after an end of this process, too. Any thread may ask."""
+        return True
+
+    @property
     def reports_stored(self) -> bool:
         """Whether `take_events` reports each block when it is stored and when it is removed, in that order.
 

@@ -85,6 +85,7 @@ class IsolatedTier(WrapperTier):
         self._stats: Mapping[str, Any] = {}  # `inner.stats()`, read at the start, after each job and at the end
         self._is_closing = False
         self._resets = 0  # written by the scheduler's thread
+        self._resets_made = 0  # by the tier's own thread
         self._resets_done = 0  # written by the tier's thread
         self._cannot_reset = False
         self._thread: threading.Thread | None = None
@@ -141,6 +142,10 @@ class IsolatedTier(WrapperTier):
     def on_schedule_end(self) -> None:
         if self._running or self._stores or self._has_probe:
             self._hint("on_schedule_end")
+
+    @property
+    def has_saved_reset(self) -> bool:
+        return self._resets == self._resets_made and self.inner.has_saved_reset
 
     def reset_cache(self) -> bool:
         self._resets += 1
@@ -312,6 +317,7 @@ class IsolatedTier(WrapperTier):
 
     def _reset(self) -> None:
         self._questions.clear()
+        self._resets_made += 1
         try:
             self._cannot_reset = not checked_flag(self.inner.reset_cache())
         except BaseException:

@@ -25,6 +25,7 @@ from tiered_kv.metrics.instruments import Notices, StepTimer, timed
 from tiered_kv.reasons import Fate
 from tiered_kv.threads import PAUSES_MAX, STEP
 from tiered_kv.tiering.account import EventSink, PrimaryAccount
+from tiered_kv.tiering.answers import checked_flag, tier_exceptions
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.interface import CalledManager
@@ -457,6 +458,15 @@ class TieringOffloadingManager(CalledManager):
 
     def is_outdated(self, req_context: ReqContext) -> bool:
         return self.primary.is_outdated(req_context)
+
+    @property
+    def has_saved_reset(self) -> bool:
+        """Whether the last reset holds after an end of this process, too: the storage of each tier has it."""
+        try:
+            saved = [checked_flag(guarded.tier.has_saved_reset) for guarded in self._tiers]
+        except tier_exceptions():
+            return False
+        return all(saved) and not self.disabled_tiers()  # one that cannot reset has old blocks
 
     @property
     def is_sweeping(self) -> bool:

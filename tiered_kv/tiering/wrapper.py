@@ -61,5 +61,9 @@ class WrapperTier(SecondaryTierManager):
         return self.inner.lookup_failures
 
     @property
+    def has_saved_reset(self) -> bool:
+        return self.inner.has_saved_reset
+
+    @property
     def reports_stored(self) -> bool:
         return self.inner.reports_stored

@@ -1,0 +1,174 @@
+"""The file that keeps resets which processes of a host ask for, while their server is away or ends.
+
+A namespace has one, beside the server's socket. It begins with a number: how many resets the tiers below have written.
+Whoever asks for a reset appends a byte, and then sends RESET. So the file's length says how many were asked for. A
+server that finds another number there, at its start or later, resets the namespace. It changes the number once all
+tiers have written the reset. What is damaged counts as asked for.
+
+The server hands schedulers a descriptor of the file. They can append whatever user they are, wherever the socket is in
+their container, and when the server has gone. The file is never replaced or cut while it has a name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.validation import validate
+from tiered_kv.errors import TieredKVError
+from tiered_kv.permissions import FILE_MODE, check_file
+from tiered_kv.stack_config import BlockSettings
+
+_WRITTEN: Final = struct.Struct("<q")
+_DIGEST_CHARACTERS: Final = 16
+_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+
+_log = logging.getLogger(__name__)
+
+
+def reset_path(socket_path: str | os.PathLike[str], namespace: str) -> Path:
+    """Return where the file of a namespace is; `namespace` is its digest in hexadecimal."""
+    return Path(f"{os.fspath(socket_path)}.resets-{namespace[:_DIGEST_CHARACTERS]}")
+
+
+class ResetFile:
+    """A server's side of the file. Owned by the server's thread, once it is made.
+
+    Attributes:
+        fd: For clients, to append; -1 if the file cannot be used. Then resets last as long as their processes.
+    """
+
+    def __init__(self, socket_path: Path | None, namespace: str) -> None:
+        self.fd = self._own_fd = -1
+        folders = [] if socket_path is None else [socket_path.parent]
+        folders += [Path(each) for each in os.environ.get("STATE_DIRECTORY", "").split(":")[:1] if each and folders]
+        why = ""
+        for folder in folders:
+            assert socket_path is not None
+            try:
+                self._open(reset_path(folder / socket_path.name, namespace))
+                return
+            except OSError as error:
+                self.close()
+                why = why or f"{folder}: {error.strerror or error}"
+        if why:
+            _log.warning(
+                "a reset that is asked for while no server runs is lost when its process ends: cannot write to %s", why
+            )
+
+    def _open(self, path: Path) -> None:
+        self._own_fd = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, FILE_MODE)
+        status = check_file(self._own_fd, str(path))
+        self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | _FLAGS)
+        if not os.path.samestat(status, os.fstat(self.fd)):
+            raise FileExistsError(f"{path} was replaced")
+        if status.st_size < _WRITTEN.size:  # it is new; or its header is lost, so that a reset counts as asked for
+            os.pwrite(self._own_fd, _WRITTEN.pack(-1 if status.st_size else 0), 0)
+
+    def add(self) -> None:
+        """Note a reset for a client that could not."""
+        if self.fd >= 0:
+            with suppress(OSError):
+                os.write(self.fd, b"r")
+
+    def asked(self) -> int:
+        """Return how many resets were asked for."""
+        return max(0, os.fstat(self._own_fd).st_size - _WRITTEN.size) if self._own_fd >= 0 else 0
+
+    @property
+    def written(self) -> int:
+        """How many resets the tiers have written; -1 if that is not known."""
+        data = os.pread(self._own_fd, _WRITTEN.size, 0) if self._own_fd >= 0 else _WRITTEN.pack(0)
+        return int(_WRITTEN.unpack(data)[0]) if len(data) == _WRITTEN.size else -1
+
+    def note_written(self, count: int) -> None:
+        """Note that the tiers have written so many resets."""
+        if self._own_fd >= 0:
+            with suppress(OSError):  # then the next server resets once more
+                os.pwrite(self._own_fd, _WRITTEN.pack(count), 0)
+
+    def close(self) -> None:
+        for fd in (self.fd, self._own_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._own_fd = -1
+
+
+class ResetNotes:
+    """A client's side. Any thread may call.
+
+    Args:
+        socket_path: The server's.
+        settings: The namespace and the block of the client; None for the server's own.
+    """
+
+    def __init__(self, socket_path: str, settings: Mapping[str, Any] | None) -> None:  # Any: JSON
+        self._socket_path = socket_path
+        self._settings = settings
+        self._lock = threading.Lock()  # guards the next two; held for the append of a byte
+        self._fd = -1
+        self._noted: tuple[int, int, int] | None = None  # the file of the last note, and its number
+        self._has_warned = False
+
+    def adopt(self, fd: int) -> None:
+        """Use a server's descriptor from now on; the caller closes the one that it gives."""
+        own = os.dup(fd)
+        with self._lock:
+            before, self._fd = self._fd, own
+        if before >= 0:
+            os.close(before)
+
+    def note(self, namespace: str) -> None:
+        """Append a reset to the file of a namespace; \"\" for that of the settings. It waits for no server."""
+        is_kept = False
+        with suppress(OSError), self._lock:
+            self._noted = None
+            if self._fd >= 0:
+                os.write(self._fd, b"r")
+                status = os.fstat(self._fd)
+                self._noted = status.st_dev, status.st_ino, status.st_size - _WRITTEN.size
+                is_kept = status.st_nlink > 0  # else the directory was removed with the server that has ended
+        if is_kept:
+            return
+        try:
+            path = reset_path(self._socket_path, namespace or self._digest())
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _FLAGS, FILE_MODE)
+            try:
+                os.write(fd, b"r")
+            finally:
+                os.close(fd)
+        except (OSError, TieredKVError) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                why = error.strerror if isinstance(error, OSError) else str(error)
+                _log.warning(
+                    "a reset is lost if this process ends while no server runs: %s: %s", self._socket_path, why
+                )
+
+    @property
+    def number(self) -> int:
+        """The number of the last note in the server's present file; 0 if it is none of that."""
+        with self._lock:
+            if self._noted is None or self._fd < 0:
+                return 0
+            status = os.fstat(self._fd)
+            return self._noted[2] if self._noted[:2] == (status.st_dev, status.st_ino) else 0
+
+    def close(self) -> None:
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _digest(self) -> str:
+        settings = self._settings or {}
+        namespace = validate(Namespace, settings.get("namespace"), ("namespace",))
+        block = validate(BlockSettings, settings.get("block"), ("block",))
+        return namespace.identify(block_bytes=block.bytes, block_tokens=block.tokens).digest.hex()
