@@ -72,7 +72,7 @@ def test_a_reset_frees_few_rows_and_the_steps_after_it_the_others(
     assert sum(freed) <= SWEEP_BLOCKS
     assert found(manager, keys) == 0
     assert manager.snapshot()["used_blocks"] == 0
-    while manager.orphans:
+    while manager.orphans.exist:
         freed.clear()
         manager.on_schedule_end()
         assert sum(freed) <= SWEEP_BLOCKS
@@ -110,7 +110,7 @@ def test_rows_in_use_at_a_reset_are_free_once_their_transfers_end(manager: CPUOf
     manager.complete_load(reads, context)
     manager.complete_store(writes, context)
     assert found(manager, [*reads, *writes]) == 0
-    while manager.orphans:
+    while manager.orphans.exist:
         manager.on_schedule_end()
     assert len(manager.blocks) + manager.backend.get_num_free_blocks() == ROWS
 
@@ -122,7 +122,7 @@ def test_a_second_reset_comes_while_the_rows_of_the_first_are_not_free(manager: 
     store(manager, keys[: ROWS // 2])
     manager.reset_cache()
     assert found(manager, keys) == 0
-    while manager.orphans:
+    while manager.orphans.exist:
         manager.on_schedule_end()
     assert manager.backend.get_num_free_blocks() == ROWS
     assert store(manager, keys) == ROWS

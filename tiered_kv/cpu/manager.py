@@ -144,7 +144,7 @@ class CPUOffloadingManager(OffloadingManager):
             else:
                 block.step = step  # not to be evicted for the sake of its own request's tail
                 has_present = True
-        if self.orphans:
+        if self.orphans.exist:
             absent = dict.fromkeys(key for key in absent if key not in self.orphans)
         chain = self.chain_of(req_context)
         if chain.hints is not None and chain.hints.skips_store:
@@ -341,7 +341,7 @@ class CPUOffloadingManager(OffloadingManager):
             return list(rows)
         adopted, unused = [], []
         for key, block in zip(keys, rows, strict=True):
-            if key in self.blocks or key in self.orphans:
+            if key in self.blocks or (self.orphans.exist and key in self.orphans):
                 unused.append(block)
                 continue
             block.key, block.writer = key, req_context.req_id
@@ -390,11 +390,11 @@ class CPUOffloadingManager(OffloadingManager):
         written = []
         for key in dict.fromkeys(keys):
             block = get(key)
-            if block is None and self.orphans:
+            if block is None and self.orphans.exist:
                 block = self.orphans.get(key)
             if block is None or block.ref_cnt >= 0 or block.writer != req_id:
                 continue
-            if self.orphans and self.orphans.remove(block):
+            if self.orphans.exist and self.orphans.remove(block):
                 self.backend.free(block)
             else:
                 written.append(block)
@@ -441,7 +441,7 @@ class CPUOffloadingManager(OffloadingManager):
             count = block.ref_cnt = block.ref_cnt - 1
             assert count >= 0, "unpinned more often than pinned"
             if not count:
-                if self.orphans and self.orphans.remove(block):
+                if self.orphans.exist and self.orphans.remove(block):
                     self.backend.free(block)
                 else:
                     evictable.append(block)

@@ -27,6 +27,7 @@ class Orphans:
         free: Frees the rows of blocks.
 
     Attributes:
+        exist: Whether there are any; hot paths look at it.
         unswept: The indexes of which a sweep has not seen each block, the oldest first.
         on_swept: If set, it is called with keys that a sweep has come to.
     """
@@ -36,10 +37,8 @@ class Orphans:
         self._in_use: dict[OffloadKey, CPUBlock] = {}
         self.unswept: deque[dict[OffloadKey, CPUBlock]] = deque()
         self._remains: deque[dict[Any, Any]] = deque()
+        self.exist = False
         self.on_swept: Callable[[list[OffloadKey]], None] | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._in_use or self.unswept)
 
     def __contains__(self, key: OffloadKey) -> bool:
         return self.get(key) is not None
@@ -66,6 +65,7 @@ class Orphans:
         """Take over the index of a primary tier that is reset, and what is left of its policy: nobody uses either."""
         if index:
             self.unswept.append(index)
+            self.exist = True
         if remains:
             self._remains.append(remains)
 
@@ -74,6 +74,7 @@ class Orphans:
         for index in (self._in_use, *self.unswept):
             if index.get(block.key) is block:
                 del index[block.key]
+                self._note()
                 return True
         return False
 
@@ -93,6 +94,7 @@ class Orphans:
             freed += len(unused)
             if self.on_swept is not None:
                 self.on_swept([key for key, _ in swept])
+        self._note()
         return freed
 
     def make_room(self, rows: int) -> None:
@@ -109,3 +111,6 @@ class Orphans:
                 self._remains.popleft()
         if not self.unswept:
             self._remains.clear()
+
+    def _note(self) -> None:
+        self.exist = bool(self._in_use or self.unswept)

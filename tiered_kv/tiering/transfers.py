@@ -129,7 +129,7 @@ class Promotions:
             return may_wait
         if guarded.load_room() <= 0:
             return guarded.loads.will_grow
-        if key in self.primary.orphans:
+        if self.primary.orphans.exist and key in self.primary.orphans:
             return False
         chain = self.primary.chain_of(state.req_context)
         blocks = self.primary.allocate([key], PROMOTION, chain, [])
