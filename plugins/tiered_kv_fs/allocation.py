@@ -16,11 +16,12 @@ class Allocation:
 
     File systems do not say how much they allocate at once (ext4 with bigalloc, XFS with an extent size hint, records
     of ZFS), and some allocate only seconds after a write. So files are charged in whole units before they are written,
-    and the unit grows with each file that occupies more.
+    and the unit grows with each file that occupies more. XFS may take more only while a file is open.
     """
 
     def __init__(self) -> None:
         self.unit_bytes = UNIT_BYTES_MIN
+        self._open_unit_bytes = UNIT_BYTES_MIN  # of a file that is being written
         self._is_news = False  # the unit has grown here, and the ledger does not know it
 
     @property
@@ -34,7 +35,12 @@ class Allocation:
 
     def room_bytes(self, size_bytes: int) -> int:
         """Return what storing a file of a size may take: the file, and a directory for it."""
-        return self.charge_bytes(size_bytes) + self.unit_bytes
+        unit_bytes = max(self.unit_bytes, self._open_unit_bytes)
+        return round_up(size_bytes, unit_bytes) + _ENTRY_BYTES + self.unit_bytes
+
+    def learn_open(self, status: os.stat_result) -> None:
+        """Learn from a file that is being written: it may occupy less once it is closed."""
+        self._open_unit_bytes = unit_of(status, self._open_unit_bytes)
 
     def learn(self, status: os.stat_result) -> bool:
         """Learn from a file's status; return whether the unit has grown."""

@@ -207,7 +207,9 @@ class BlockFiles:
         with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
             write_all(fd, parts)  # a network file system may report a full disk only when it is closed
             if learns:
-                self.allocation.learn(os.fstat(fd))
+                self.allocation.learn_open(os.fstat(fd))
+        if learns:
+            self.allocation.learn(os.lstat(path))
 
     def _make_above(self, path: str) -> int:
         """Make the directories of a file's epoch and shard; return what the new ones occupy.

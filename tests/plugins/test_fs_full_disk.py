@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -224,16 +225,17 @@ def test_a_purge_names_what_it_cannot_delete_and_deletes_the_rest(
 def test_a_file_is_charged_what_it_occupies(open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system with clusters of 256 KiB."""
     cluster_bytes = 256 << 10
-    fstat = os.fstat
+    lstat = os.lstat
 
-    def on_clusters(fd: int) -> os.stat_result:
-        found = list(fstat(fd))
-        status = os.stat_result(found, {"st_blocks": -(-found[6] // cluster_bytes) * cluster_bytes // 512})
-        return status
+    def on_clusters(path: str) -> os.stat_result:
+        found = lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            return found
+        return os.stat_result(list(found), {"st_blocks": -(-found.st_size // cluster_bytes) * cluster_bytes // 512})
 
     rig = open_rig()
     assert rig.store(make_keys(1, "first")).success
-    monkeypatch.setattr(os, "fstat", on_clusters)
+    monkeypatch.setattr(os, "lstat", on_clusters)
     assert rig.store(make_keys(16)).success
     rig.tier.shutdown()
     assert fs_ledger(path)["total_bytes"] >= 16 * cluster_bytes

@@ -37,7 +37,7 @@ def test_a_refused_store_is_described_with_path_and_word_until_one_succeeds(
     assert "EPERM" not in str(rig.tier.describe())
 
 
-@pytest.mark.parametrize("name", ["utime", "fstat"])
+@pytest.mark.parametrize("name", ["utime", "fstat", "close"])
 def test_a_call_on_a_descriptor_that_fails_names_the_file(
     open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -46,6 +46,8 @@ def test_a_call_on_a_descriptor_that_fails_names_the_file(
 
     def refuse(where: object, *arguments: object, **more: object) -> object:
         if isinstance(where, int) and os.readlink(f"/proc/self/fd/{where}").endswith("/kv/lock"):
+            if name == "close":
+                call(where)
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), where)
         return call(where, *arguments, **more)
 

@@ -32,13 +32,14 @@ def opened(path: str, flags: int, *, dir_fd: int | None = None) -> Iterator[int]
     """
     fd = os.open(path, flags | _SAFE_FLAGS, FILE_MODE, dir_fd=dir_fd)
     try:
-        yield fd
+        try:
+            yield fd
+        finally:
+            os.close(fd)  # which reports late errors of a network file system
     except OSError as error:
         if error.errno is not None and not isinstance(error.filename, str):  # none, or the descriptor's number
             error.filename = path
         raise
-    finally:
-        os.close(fd)
 
 
 def read_file(path: str, size_max_bytes: int) -> bytes | None:
