@@ -27,6 +27,9 @@ parallel give the server enough to read."""
 
 AnyExchange = TypeVar("AnyExchange", bound=Exchange)
 
+_REPLY_BYTES_FREE = 16 << 10
+"""Bytes of replies that do not count for a server's `client-output-buffer-limit`."""
+
 _CRLF = b"\r\n"
 _PIECES = 3  # pieces of memory for one expected reply: its head, the block, the end of the line
 _IOV_PIECES = 1023
@@ -269,6 +272,11 @@ class Loads(Exchange):
             # A server closes a connection whose pending replies exceed its client-output-buffer-limit.
             self.node.narrow(pending * self._reply_bytes // 2)
             raise NodeError(why.CUT_OFF) from None
+        self.node.note_loaded()
+
+    def closing_reason(self) -> str:
+        is_limited = self._reply_bytes > _REPLY_BYTES_FREE and self.node.pending_bytes_max is not None
+        return why.OUTPUT_BUFFER if is_limited else ""
 
     def _finish(self, link: Link, deadline: float) -> None:
         while self.answered < self.count:

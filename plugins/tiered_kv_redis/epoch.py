@@ -49,8 +49,9 @@ class KeySpace:
         self.prefix(deadline, is_saved=True)
         self._call(deadline, b"STRLEN", b"epoch")
 
-    def check_writes(self, deadline: float) -> None:
-        """Send the commands that write, such that nothing changes."""
+    def check_writes(self, deadline: float, block_bytes: int) -> None:
+        """Send the commands that write, such that nothing changes, and one as long as a block."""
+        self._call(deadline, b"STRLEN", bytes(block_bytes))
         self._call(deadline, b"UNLINK", b"none")
         self._call(deadline, b"SET", b"namespace", self._described)
 

@@ -22,6 +22,8 @@ from tiered_kv_redis.replies import Buffer, Refusal, Reply
 
 Failures = dict[int, str]  # why blocks failed, by their position in a batch
 _STORED = b"+OK\r\n"
+_LONG_BYTES = (1 << 20) - (1 << 10)
+"""From here on, a server may close a connection for one value: the least `client-query-buffer-limit` is 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Exchange(ABC):
         self.count = len(positions)
         self.failure = ""  # why the exchange ended early; empty if it did not
         self.answered = 0  # commands, from the first on, whose reply has been read
+        self.longest_bytes = 0  # the longest value that it sends
 
     @abstractmethod
     def begin(self, link: Link, deadline: float) -> None:
@@ -75,6 +78,10 @@ class Exchange(ABC):
         self.failure = self.failure or reason
         for position in self.positions[self.answered :]:
             self.failures.setdefault(position, self.failure)
+
+    def closing_reason(self) -> str:
+        """Return why a server that answers would have closed the connection; empty if that is not known."""
+        return why.QUERY_BUFFER if self.longest_bytes >= _LONG_BYTES else ""
 
     def refuse(self, position: int, reply: Refusal) -> None:
         """Note the server's error reply for one block."""
@@ -127,7 +134,9 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
 
 
 def _begin(exchange: Exchange, link: Link, deadline: float) -> None:
-    with suppress(BrokenPipeError):  # the server has closed the connection, and may have said why: `finish` reads it
+    with suppress(
+        BrokenPipeError, ConnectionResetError
+    ):  # the server has closed the connection, and may have said why: `finish` reads it
         exchange.begin(link, deadline)
 
 
@@ -157,6 +166,9 @@ def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None]
         reason = reason_of_error(error)
         if isinstance(error, OSError):
             exchange.node.said[reason] = words_of(error)
+        if isinstance(error, ConnectionError) and (closes := exchange.closing_reason()) and exchange.node.answers():
+            exchange.node.said[closes] = ""
+            reason = closes
         exchange.fail(reason)
 
 
@@ -167,6 +179,7 @@ class Calls(Exchange):
         super().__init__(node, positions, failures)
         self.replies: dict[int, Reply] = {}  # by position; errors are in `failures` too
         self._commands = commands
+        self.longest_bytes = max(map(len, commands.values()), default=0)
 
     def begin(self, link: Link, deadline: float) -> None:
         link.stream.send((b"".join([self._commands[at] for at in self.positions]),), deadline)
@@ -200,6 +213,7 @@ class Stores(Exchange):
         if transfer.ttl_ms is not None:
             options += [b"PX", b"%d" % transfer.ttl_ms]
         self._opening = b"*%d\r\n$3\r\nSET\r\n" % (3 + len(options))
+        self.longest_bytes = max((len(batch.blocks[at]) for at in positions), default=0)
         self._ending = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(option), option) for option in options)
 
     def begin(self, link: Link, deadline: float) -> None:

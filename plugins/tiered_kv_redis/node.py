@@ -16,6 +16,7 @@ from redis import Redis
 from redis.connection import Connection, ConnectionPool
 from redis.exceptions import RedisError, ResponseError
 
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_redis import reasons as why
@@ -55,7 +56,8 @@ class Node:
         self.said: MutableMapping[str, str] = {} if said is None else said
         self._pending_bytes_max: int | None = None
         self._narrow_until_s = -math.inf
-        self._has_warned = False  # that loads ask for less
+        self._is_cut_off = False  # a connection was closed while replies were pending, and no load has ended since
+        self._limit = LogLimit()
         self._on_connect = on_connect
         self._on_failure = on_failure
         self._closing = threading.Event()
@@ -122,15 +124,27 @@ class Node:
 
     def narrow(self, pending_bytes_max: int) -> None:
         """Let loads have at most these bytes of replies pending for a while, or until the server has been down."""
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "%s closed a connection while replies were pending; loads now ask for less at once. "
-                "If loads go on to fail, raise its 'client-output-buffer-limit' or lower 'pipeline'",
-                self.label,
-            )
+        self._is_cut_off = True
         self._pending_bytes_max = min(self.pending_bytes_max or pending_bytes_max, pending_bytes_max)
         self._narrow_until_s = time.monotonic() + _NARROW_S
+
+    def note_loaded(self) -> None:
+        """Note that a load has ended. If connections were closed before, that was no outage: log it."""
+        if self._is_cut_off:
+            self._is_cut_off = False
+            if self._limit.take() is not None:
+                _log.warning(
+                    "%s closed a connection while replies were pending; loads now ask for less at once. "
+                    "If that comes again, raise its 'client-output-buffer-limit' or lower 'pipeline'",
+                    self.label,
+                )
+
+    def answers(self) -> bool:
+        """Return whether the server answers on a new connection; waits for `connect_timeout` at most for each step."""
+        try:
+            return not self._closing.is_set() and not self._probe_once()
+        except Exception:  # redis-py may raise any exception for invalid replies
+            return False
 
     def drop(self, link: Link, reason: str) -> None:
         """Close a connection that may have unread bytes; with a `reason`, the server failed."""
@@ -140,6 +154,7 @@ class Node:
 
     def note_failure(self, reason: str) -> None:
         """Stop using the server until a probe succeeds."""
+        self._is_cut_off = False
         if not self._closing.is_set():
             self._down_reason = reason
             self._prober.ask()

@@ -37,12 +37,15 @@ LOADING: Final = "loading"
 BUSY: Final = "busy"
 PROTOCOL: Final = "protocol"
 CUT_OFF: Final = "cut_off"
+QUERY_BUFFER: Final = "query_buffer"
+OUTPUT_BUFFER: Final = "output_buffer"
 PERMISSION: Final = "permission"
 TLS: Final = "tls"
 TOO_LONG: Final = "too_long"
 WRONG_TYPE: Final = "wrong_type"
 
-NO_FAILURE_OF_SERVER: Final = frozenset((TOO_LONG, CUT_OFF))  # reasons why a connection ended that this client caused
+NO_FAILURE_OF_SERVER: Final = frozenset((TOO_LONG, CUT_OFF, QUERY_BUFFER, OUTPUT_BUFFER))
+"""Reasons why a connection ended, of a server that answers on others."""
 
 UNANSWERED: Final = "unanswered"
 """The server of a job's blocks cannot be used, while others can: no failure of the tier."""
@@ -91,7 +94,50 @@ _IS_SAID: Final[Mapping[str, tuple[str, str]]] = {
     LOADING: ("is still loading its data", "wait until it has"),
     BUSY: ("is busy with a script", "wait, or end the script"),
     CLUSTER_DOWN: ("has no masters for its slots", "see what CLUSTER INFO says, and start the missing masters"),
+    QUERY_BUFFER: (
+        "closes connections that send it a block",
+        "raise its 'client-query-buffer-limit' and 'proto-max-bulk-len' above the size of a block",
+    ),
+    OUTPUT_BUFFER: (
+        "closes connections to which it sends a block",
+        "raise its 'client-output-buffer-limit normal' above two blocks",
+    ),
 }
+_SAID_BY_WORDS: Final[Mapping[str, tuple[str, str]]] = {
+    "max number of clients": (
+        "has as many clients as it takes",
+        "raise its 'maxclients' and its limit of open files, or lower 'connections'",
+    ),
+    "protected mode": (
+        "takes no clients of other machines",
+        "give it a password ('requirepass') and set it as 'password', or turn its 'protected-mode' off",
+    ),
+    "invalid username-password": (
+        "refuses the user or password",
+        "correct 'username' and 'password'; after a change of the password, start this process with the new one",
+    ),
+    "Authentication required": ("refuses the user or password", "set 'password'"),
+    "no password is set": ("has no password", "remove 'password', or set its 'requirepass'"),
+    "DB index is out of range": ("has no such database", "correct 'db', or raise its 'databases'"),
+    "stop-writes-on-bgsave-error": (
+        "cannot save its data, and takes no writes",
+        "free its disk or correct its 'dir'. If it is only a cache, set its 'save' to \"\"",
+    ),
+    "Errors writing to the AOF": (
+        "cannot write its log, and takes no writes",
+        "free its disk. If it is only a cache, set its 'appendonly' to no",
+    ),
+    "read only replica": (
+        "is a replica, and takes no writes",
+        "give the address of the master, or use mode 'sentinel', which follows it",
+    ),
+    "good replicas": ("has too few replicas to take writes", "start them, or lower its 'min-replicas-to-write'"),
+    "invalid bulk length": (
+        "takes no value as long as a block",
+        "raise its 'proto-max-bulk-len' above the size of a block",
+    ),
+}
+"""By what a server says, before the reason counts."""
 _UNKNOWN_HOST: Final = ("not known", "name resolution", "no address")
 """In what the resolver says about a host that has no address."""
 
@@ -160,6 +206,7 @@ def sentence(endpoints: str, reason: str, text: str, secrets: Set[str], *, wants
     `wants` says what to do if that is not the usual.
     """
     problem, remedy = _IS_SAID.get(reason, (f"fails: {reason}", ""))
+    problem, remedy = next((said for words, said in _SAID_BY_WORDS.items() if words in text), (problem, remedy))
     if any(each in text for each in _UNKNOWN_HOST):
         remedy = "correct the host's name in the stack, or this machine's DNS"
     who = "one of the servers" if ", " in endpoints else "the server"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.toolkit.blocking import BlockingTier
@@ -56,7 +57,7 @@ class RedisTier(BlockingTier):
         digest = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._settings = settings
         self._counters = Counters(*own_names("redis"))
-        self._warned: set[tuple[str, str]] = set()  # operations and reasons that were logged
+        self._limit = LogLimit()
         # First the steps that may fail: a tier that was not opened holds no view of the region.
         check_tls_files(settings)
         self._topology = Topology(settings, lambda: self._keyspace.epoch.recheck())
@@ -152,7 +153,7 @@ class RedisTier(BlockingTier):
     def _refused_writes(self) -> dict[str, object]:
         """Return a warning if the server gives blocks and takes none, such as a replica."""
         try:
-            self._keyspace.check_writes(time.monotonic() + self._settings.timeout)
+            self._keyspace.check_writes(time.monotonic() + self._settings.timeout, self.block_bytes)
         except NodeError as error:
             return {"warning": f"a write fails, so stores may fail too: {self._topology.sentence(error.reason)}"}
         return {}
@@ -247,8 +248,8 @@ class RedisTier(BlockingTier):
         reported = why.UNANSWERED if reason in why.OF_ONE_SERVER and has_others else reason
         if operation == "lookup" and reported != why.UNANSWERED:
             self._counters.add("unanswered_lookups_total", count=count)
-        if reason not in why.ELSEWHERE | {why.ABSENT} and (operation, reason) not in self._warned:
-            self._warned.add((operation, reason))
-            about = "tier '%s': %ss fail: %s; further ones are only counted, as '%s'"
-            _log.warning(about, self.name, operation, self._topology.sentence(reason), reason)
+        if reason not in why.ELSEWHERE | {why.ABSENT} and self._limit.take((operation, reason)) is not None:
+            about = "tier '%s': %ss fail: %s; %s, as '%s'"
+            said = self._topology.sentence(reason)
+            _log.warning(about, self.name, operation, said, self._limit.about, reason)
         return reported

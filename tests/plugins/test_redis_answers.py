@@ -219,7 +219,7 @@ def test_a_server_sentinel_or_member_in_protected_mode_is_an_error_that_says_so(
     with Doorman(b"-DENIED Redis is running in protected mode because of reasons.\r\n") as server:
         where = {"nodes": [server.address]} if "mode" in entry else {"url": f"redis://{server.address}"}
         with pytest.raises(
-            TierUnavailableError, match=r"DENIED Redis is running in protected mode.*; check .* its 'protected-mode'"
+            TierUnavailableError, match=r"DENIED Redis is running in protected mode.*; .* its 'protected-mode' off"
         ):
             open_redis(**where, **entry)
 
@@ -229,6 +229,7 @@ def test_a_server_with_too_many_clients_is_used_later(open_redis: OpenRedis, cap
         open_redis(url=f"redis://{server.address}")
     assert "is used as soon as it can be" in caplog.text
     assert "max number of clients reached" in caplog.text
+    assert "raise its 'maxclients'" in caplog.text
 
 
 def test_the_first_failure_is_logged_with_the_server_s_words_and_no_secret(

@@ -15,11 +15,12 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.errors import TierError
 from tiered_kv.history.ledger import CPU, RequestLog
 from tiered_kv.history.recorder import BlockHistory
-from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS, Histogram, Notices
+from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS, Histogram, Notices, count_of
 from tiered_kv.metrics.vocabulary import ACCOUNT, DIRECTIONS, counters_of
 from tiered_kv.reasons import Fate, reason_of
 from tiered_kv.tiering.answers import WrongValueError, checked_event, checked_flag, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.outages import Lost
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,14 @@ class TierAccount:
         self._counters.add("failed_blocks_total", _direction_of(job), reason, count=num_blocks)
         if reason_of(reason).is_damage:
             self._notices.add(self._name, "damaged blocks", num_blocks)
+
+    def lost(self) -> Lost:
+        """Return how many blocks the tier failed to store or load, or was not given because its breaker was open."""
+        counters = self._counters.snapshot()
+        stores = count_of(counters, "failed_blocks_total", "store") + count_of(
+            counters, "skipped_blocks_total", "breaker"
+        )
+        return Lost(stores, count_of(counters, "failed_blocks_total", "load"))
 
     def expired(self, job: JobMetadata) -> None:
         """Record a job whose deadline has passed. In the history, a load's requests report its blocks."""

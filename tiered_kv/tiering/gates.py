@@ -52,6 +52,7 @@ class Breaker:
     def __init__(self, failures_max: int, cooldown_s: float) -> None:
         self.state = BreakerState.CLOSED
         self.times_opened = 0
+        self.cause = ""  # of the last failure since a success that is known
         self._failures_max = failures_max
         self._cooldown_s = cooldown_s
         self._failures = 0
@@ -60,10 +61,12 @@ class Breaker:
     def succeed(self) -> None:
         """Note that a job succeeded, and close."""
         self._failures = 0
+        self.cause = ""
         self.state = BreakerState.CLOSED
 
-    def fail(self, now_s: float) -> None:
-        """Note that a job or lookup failed, or was not answered in time."""
+    def fail(self, now_s: float, cause: str = "") -> None:
+        """Note that a job or lookup failed, or was not answered in time, and why, in words for the log."""
+        self.cause = cause or self.cause
         if self.state is BreakerState.OPEN:
             return  # of a job from before it opened, which must not delay the probe
         self._failures += 1

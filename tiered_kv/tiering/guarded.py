@@ -29,6 +29,7 @@ from tiered_kv.tiering.answers import (
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.gates import Admission, Breaker, BreakerState, Budget
 from tiered_kv.tiering.isolation import IsolatedTier
+from tiered_kv.tiering.outages import Outages, cause_of
 from tiered_kv.tiering.pace import EngineCost, Pace
 from tiered_kv.tiering.write_budget import WriteBudget
 
@@ -108,6 +109,7 @@ class GuardedTier:
         self.pace = Pace(cost or EngineCost())
         event_source = self.tier if reports_events else None
         self.account = TierAccount(self.name, number, block_bytes, notices or Notices(), history, event_source)
+        self._outages = Outages(self.name, settings.breaker_cooldown, self.account.notice)
         if isinstance(self.tier, IsolatedTier):
             self.tier.note_exception = self.account.note_exception
         self.jobs: dict[JobId, SubmittedJob] = {}
@@ -123,7 +125,6 @@ class GuardedTier:
         self._lookup_failures = 0
         self._counts_failures = self.overrides("lookup_failures")
         self._has_clock = self.admission.has_clock
-        self._noted_state = self.breaker.state
         # All jobs have the same timeout, so the order of submission is the order of deadlines.
         self._unexpired: dict[JobId, SubmittedJob] = {}
 
@@ -199,7 +200,7 @@ class GuardedTier:
             self.account.note_exception("submit_load" if is_promotion else "submit_store")
             self.account.failed(job.metadata, len(keys), "exception")
             self._lack(() if is_promotion else keys)
-            self.breaker.fail(self._clock())
+            self.breaker.fail(self._clock(), cause_of(is_promotion, "exception"))
             return None
         if is_promotion:
             self.admission.note_hits(keys)
@@ -225,9 +226,8 @@ class GuardedTier:
             self.admission.tick()
         if self.breaker.state is BreakerState.OPEN:
             self.breaker.tick(now_s)
-        if self.breaker.state is not self._noted_state:
-            self._noted_state = self.breaker.state
-            self.account.notice(f"breaker {self._noted_state.name.lower().replace('_', ' ')}")
+        if self.breaker.state is not self._outages.noted_state or self._outages.is_on:
+            self._outages.follow(self.breaker, now_s, self.account.lost)
 
     def _collect(self) -> Sequence[tuple[SubmittedJob, JobResult]]:
         """Return the jobs that the tier has reported, including expired ones, and free their budget."""
@@ -248,7 +248,7 @@ class GuardedTier:
             self.account.note_exception("get_finished")
             is_wrong = True
         if is_wrong:
-            self.breaker.fail(self._clock())
+            self.breaker.fail(self._clock(), "its 'get_finished' raised an exception, or returned what is no result")
         ended = []
         for result in results:
             job = self.jobs.pop(result.job_id, None)
@@ -291,7 +291,7 @@ class GuardedTier:
                 self.pace.add(job.blocks_in_flight, self.settings.job_timeout, now_s)
             self._lack(() if job.metadata.is_promotion else job.metadata.keys)
             self.account.expired(job.metadata)
-            self.breaker.fail(now_s)
+            self.breaker.fail(now_s, cause_of(job.metadata.is_promotion, "expired"))
         return expired
 
     def _count_failures(self, now_s: float) -> None:
@@ -310,7 +310,7 @@ class GuardedTier:
         """Stop using the tier until the process ends."""
         if not self.is_disabled:
             self.is_disabled = True
-            self.account.notice(f"disabled: {why}")
+            self._outages.disable(why)
 
     def call(self, method: str, *arguments: object) -> Any:  # Any: as the tier's method returns
         """Call a method of the tier; an exception is counted, and the result is then None."""
@@ -393,7 +393,7 @@ class GuardedTier:
         if done or not total:
             self.breaker.succeed()
         elif not reason_of(result.reason).is_harmless:
-            self.breaker.fail(self._clock())
+            self.breaker.fail(self._clock(), cause_of(job.metadata.is_promotion, result.reason or "failed"))
 
 
 def _blocks(budget_bytes: int | None, default_bytes: int, block_bytes: int) -> int:

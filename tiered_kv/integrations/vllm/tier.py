@@ -188,7 +188,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 
     def _fail_lookup(self, notes: RequestNotes) -> LookupResult:
         notes.has_timed_out = True
-        self._guarded.breaker.fail(time.monotonic())
+        self._guarded.breaker.fail(time.monotonic(), "a lookup was not answered in time")
         return LookupResult.MISS
 
     # Jobs.

@@ -1,0 +1,46 @@
+"""The rate of lines in the log: a failure is named again when it comes again, and does not fill the log.
+
+Tiers, exporters and servers ask before they log a failure. Any thread may.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Final
+
+PAUSE_S: Final = 600.0
+KINDS_MAX: Final = 64
+"""Kinds of lines that are told apart; of further ones no line is logged until one is old."""
+
+
+class LogLimit:
+    """Lets `at_once` lines of each kind through in a row, then one each `pause_s`. Any thread may call."""
+
+    def __init__(self, pause_s: float = PAUSE_S, at_once: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pause_s = pause_s
+        self._ahead_s = (at_once - 1) * pause_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._kinds: dict[Hashable, tuple[float, int]] = {}  # when the credit is full again, and lines left out
+
+    def take(self, kind: Hashable = None) -> int | None:
+        """Return how many lines of this kind were left out since the last one; None if this one is left out, too."""
+        now_s = self._clock()
+        with self._lock:
+            if kind not in self._kinds and len(self._kinds) >= KINDS_MAX:
+                self._kinds = {each: state for each, state in self._kinds.items() if state[0] > now_s}
+                if len(self._kinds) >= KINDS_MAX:
+                    return None
+            full_s, left_out = self._kinds.get(kind, (now_s, 0))
+            if full_s - now_s > self._ahead_s:
+                self._kinds[kind] = full_s, left_out + 1
+                return None
+            self._kinds[kind] = max(full_s, now_s) + self._pause_s, 0
+            return left_out
+
+    @property
+    def about(self) -> str:
+        """Say in a line that further ones are left out."""
+        return f"further ones are only counted for {round(self._pause_s / 60)} minutes"
