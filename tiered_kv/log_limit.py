@@ -25,7 +25,7 @@ class LogLimit:
         self._lock = threading.Lock()
         self._kinds: dict[Hashable, tuple[float, int]] = {}  # when the credit is full again, and lines left out
 
-    def take(self, kind: Hashable = None) -> int | None:
+    def take(self, kind: Hashable = "") -> int | None:
         """Return how many lines of this kind were left out since the last one; None if this one is left out, too."""
         now_s = self._clock()
         with self._lock:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
@@ -85,7 +86,7 @@ class Keeper:
         self._is_asked = asyncio.Event()
         self._is_sweep_asked = asyncio.Event()
         self._is_answered = asyncio.Event()
-        self._reasons_logged: set[str] = set()
+        self._log_limit = LogLimit()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -243,9 +244,8 @@ class Keeper:
         except Exception as error:
             reason = reason_of(error) if isinstance(error, OSError) else failure_reason(error)
             self.counters.add("failed_calls_total", reason)
-            if reason not in self._reasons_logged:
-                self._reasons_logged.add(reason)
-                _log.warning("%s: %s; further ones are only counted", self.directory.path, error)
+            if self._log_limit.take(reason) is not None:
+                _log.warning("%s: %s; %s", self.directory.path, error, self._log_limit.about)
             self.failure = f"keeping the capacity failed: {words_of(error) if isinstance(error, OSError) else error}"
             if isinstance(error, OSError) and isinstance(error.filename, str):
                 self.failure += f": {error.filename}"

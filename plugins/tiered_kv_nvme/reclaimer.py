@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tiered_kv.errors import TieredKVError
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.threads import give_way, start_thread
 from tiered_kv.toolkit.codecs import Draft
 from tiered_kv.toolkit.small_files import has_name
@@ -45,7 +46,7 @@ class Reclaimer:
         self._watched_s = time.monotonic()
         self._watch_after_s = self._watched_s + _WATCH_S
         self._is_failing = False  # no header of a reclaimed segment could be written, and no new file since
-        self._logged: set[type[BaseException]] = set()
+        self._log_limit = LogLimit()
         self._thread = start_thread(self._serve, self.name)
 
     def join(self, timeout_s: float) -> bool:
@@ -68,9 +69,8 @@ class Reclaimer:
                 self._rest(failed)
 
     def _log(self, error: BaseException) -> None:
-        if type(error) not in self._logged:
-            self._logged.add(type(error))
-            _log.error("reclaiming failed; further errors of this kind are not logged", exc_info=error)
+        if self._log_limit.take(type(error).__name__) is not None:
+            _log.error("reclaiming failed; %s", self._log_limit.about, exc_info=error)
 
     def _rest(self, failed: bool) -> None:
         """Wait until there may be work; after a failure, wait in any case."""
@@ -90,8 +90,7 @@ class Reclaimer:
         try:
             self.remake()
         except (OSError, TieredKVError) as error:
-            if type(error) not in self._logged:
-                self._logged.add(type(error))
+            if self._log_limit.take(f"remake {type(error).__name__}") is not None:
                 _log.warning("%s: missing files cannot be made: %s", folder.path, error)
             return
         with self.pool.changed:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
+from tiered_kv.config.secrets import STRAY_CHARACTER, stray_character
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
 from tiered_kv.limits import Take
 from tiered_kv.toolkit.codecs import CodecSettings
@@ -97,6 +98,13 @@ class RedisSettings(CodecSettings):
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
         sockets = (self.connections + 1) * max(1, len(self.addresses))
         return (Take("descriptors", sockets, "connections"), Take("threads", self.connections + 2, "connections"))
+
+    @field_validator("username", "password", "sentinel_username", "sentinel_password", "tls_key_password")
+    @classmethod
+    def _check_credential(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None and stray_character(secret.get_secret_value(), may_have_blanks=True):
+            raise ValueError(f"{STRAY_CHARACTER} at an end, such as a line's end: remove it")
+        return secret
 
     @model_validator(mode="before")
     @classmethod

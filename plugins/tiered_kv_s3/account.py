@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
-from tiered_kv.config.secrets import foreign_text
+from tiered_kv.config.secrets import STRAY_CHARACTER, foreign_text, stray_character
 from tiered_kv.errors import ConfigError, TierUnavailableError
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.threads import BackgroundTask
@@ -23,9 +24,9 @@ from tiered_kv_s3.verdict import sentence
 DEFAULT_REGION = "us-east-1"
 REFRESH_S = 60.0
 """How often the provider is called; boto3's providers fetch new credentials some ten minutes before theirs expire."""
-RENEW_PAUSE_S = 5.0  # the pause between two attempts to get new credentials
-
-LOGGED_MAX = 64  # kinds of failures that are logged
+RENEW_PAUSE_S = 5.0
+"""The pause between two attempts to get new credentials. Each that gets the same ones doubles the next pause."""
+RENEW_PAUSE_MAX_S = 60.0
 
 _log = logging.getLogger("tiered_kv.s3")
 _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "retryhandler", "awsrequest", "client")
@@ -54,7 +55,8 @@ class Account:
         self._lock = threading.Lock()  # guards the rest; never held while a provider runs
         self._current: Credentials | None = None
         self._used: deque[Credentials] = deque(maxlen=8)  # the last ones: messages may repeat them
-        self._logged: set[tuple[str, str, int]] = set()  # operation, reason and level
+        self._limit = LogLimit()  # by operation, reason and level
+        self._renew_pause_s = RENEW_PAUSE_S
         self._problem = "no thread can be started that asks for credentials"  # why there are none
         self._asked_s = self._renewed_s = -math.inf
         for part in _LOGGERS_OF_REQUESTS:
@@ -90,32 +92,34 @@ class Account:
         raise TierUnavailableError(message, tier=self._tier, operation="sign")
 
     def renew(self, stale: Credentials, deadline: float) -> bool:
-        """Get new credentials because `stale` have expired; return whether there are others."""
+        """Read the credentials again because the server refuses `stale`; return whether there are others."""
         if self._explicit is not None:
             return False
         failures: tuple[type[Exception], ...] = (TierUnavailableError, *library_errors())
         try:
             with self._lock:
-                if self._current == stale and time.monotonic() - self._renewed_s >= RENEW_PAUSE_S:
+                is_due = time.monotonic() - self._renewed_s >= min(self._renew_pause_s, RENEW_PAUSE_MAX_S)
+                if is_renewing := self._current == stale and is_due:
                     self._renewed_s = time.monotonic()
+                    self._renew_pause_s = min(2 * self._renew_pause_s, RENEW_PAUSE_MAX_S)
                     self._session = self._open_session()  # reads files and environment again
                     self._asking = self._provider_of(self._session)  # the earlier one may hang
                     self._current, self._asked_s = None, -math.inf
-            return self.credentials(deadline) != stale
+            is_other = self.credentials(deadline) != stale
         except failures:
             return False
+        if is_renewing and is_other:
+            self._renew_pause_s = RENEW_PAUSE_S
+            _log.warning("tier '%s': the server refused the credentials; they were read again, and changed", self._tier)
+        return is_other
 
     def note_failure(self, operation: str, reason: str, words: str, level: int = logging.WARNING) -> str:
-        """Count a failure, and log the first of each operation and reason; return the `sentence` about it."""
-        with self._lock:
-            kind = operation, reason, level
-            is_first = kind not in self._logged and len(self._logged) < LOGGED_MAX
-            self._logged |= {kind} if is_first else set()
+        """Count a failure, and log it, at a bounded rate for each operation and reason; return its `sentence`."""
         self.counters.add("failed_requests_total", operation, str(reason))  # no member of an enum as a label
         said = self.sentence(reason, words, operation)
-        if is_first:
-            about = "tier '%s': a request to %s failed: %s; further ones are only counted, in failed_requests_total{%s}"
-            _log.log(level, about, self._tier, operation, said, str(reason))
+        if self._limit.take((operation, reason, level)) is not None:
+            about = "tier '%s': a request to %s failed: %s; %s, in failed_requests_total{%s}"
+            _log.log(level, about, self._tier, operation, said, self._limit.about, str(reason))
         return said
 
     def sentence(self, reason: str, words: str, operation: str = "") -> str:
@@ -183,7 +187,10 @@ class Account:
         try:
             provider = session.get_credentials()
             frozen = provider.get_frozen_credentials() if provider is not None else None
-            if frozen is not None and frozen.access_key:
+            parts = () if frozen is None else (frozen.access_key, frozen.secret_key, frozen.token)
+            if any(stray_character(part or "") for part in parts):
+                problem = f"the credentials of the provider '{provider.method}' {STRAY_CHARACTER}; correct them there"
+            elif frozen is not None and frozen.access_key:
                 found = Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
         except Exception as error:  # any exception of a provider, whose text may contain secrets
             problem = f"the provider of credentials failed: {type(error).__name__}"

@@ -318,15 +318,17 @@ class Bucket:
         connection.send([f"{method} {path} HTTP/1.1\r\n{lines}{_UNSIGNED_HEADERS}\r\n".encode(), *pieces])
 
     def _settle(self, connection: Connection, credentials: Credentials, answer: Answer) -> Verdict:
-        """Return the verdict on a success without a body, or on a failure; get new credentials if these expired."""
+        """Return the verdict on a success without a body, or on a failure; read refused credentials again."""
         body = connection.receive_error(answer)
         if 200 <= answer.status < 300:
             if b"<Error" not in body[:200]:
                 return Verdict.DONE
             answer = replace(answer, status=500)  # S3 may find out after it has sent the status
         verdict = self._verdict_of(answer, body)
-        if verdict is Verdict.CREDENTIALS and not self._account.renew(credentials, connection.patience.deadline):
-            return Verdict.CREDENTIALS_EXPIRED
+        if verdict in (Verdict.CREDENTIALS, Verdict.DENIED):  # the latter also of a key that was replaced
+            if self._account.renew(credentials, connection.patience.deadline):
+                return Verdict.CREDENTIALS
+            return Verdict.DENIED if verdict is Verdict.DENIED else Verdict.CREDENTIALS_EXPIRED
         return verdict
 
     def _verdict_of(self, answer: Answer, body: bytes) -> Verdict:

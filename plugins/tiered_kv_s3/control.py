@@ -323,8 +323,13 @@ class Control:
                 self.skew_s = time.time() - date
             return answer
         except library_errors() as error:
-            failure = self._error(operation, *_code_words_and_status(error), has_other=has_other)
-        raise failure  # outside the handler: the cause may quote secrets
+            code, words, status = _code_words_and_status(error)
+        # Outside the handler: the cause may quote secrets.
+        used = self._made_for
+        until_s = min(time.monotonic() + _CREDENTIALS_S, self.deadline)
+        if status in (401, 403) and used is not None and self._account.renew(used[0], until_s):
+            return self._call(operation, call, has_other=has_other)
+        raise self._error(operation, code, words, status, has_other=has_other)
 
     def _error(
         self, operation: str, code: str, words: str = "", status: int = 0, *, has_other: bool = False

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
+from tiered_kv.config.secrets import STRAY_CHARACTER, stray_character
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
 from tiered_kv.limits import Take
 from tiered_kv.toolkit.codecs import CodecSettings
@@ -99,6 +100,13 @@ class S3Settings(CodecSettings):
         if {".", ".."} & set(prefix.split("/")):
             raise ValueError("expected no '.' and no '..' between slashes: servers remove them from a path")
         return prefix
+
+    @field_validator("access_key_id", "secret_access_key", "session_token")
+    @classmethod
+    def _check_credential(cls, secret: SecretStr | None) -> SecretStr | None:
+        if secret is not None and stray_character(secret.get_secret_value()):
+            raise ValueError(f"{STRAY_CHARACTER}, such as a line's end: remove it")
+        return secret
 
     @field_validator("endpoint_url")
     @classmethod

@@ -174,7 +174,7 @@ def test_bench_hides_a_secret_in_what_a_tier_raises(
         ({"type": BY_CLASS, "header": "Bearer ${SECRET}"}, "the-secret", "no such token: the-secret"),
         ({"type": BY_CLASS, "headers": {"x": ["Bearer ${SECRET}"]}}, "the-secret", "no such token: the-secret"),
         ({"type": "redis", "host": "h", "service": "of ${SECRET}"}, "the-secret", "no such tenant: the-secret"),
-        ({"type": "redis", "host": "h", "password": "${SECRET}"}, "the-secret\n", "wrong: the-secret"),
+        ({"type": BY_CLASS, "password": "${SECRET}"}, "the-secret\n", "wrong: the-secret"),
         ({"type": "redis", "host": "h", "password": "${SECRET}"}, "a  the-secret", "wrong: a  the-secret"),
     ],
 )

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import re
 import stat
+import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Self
+from typing import Final, Self
 from urllib.parse import quote, unquote
 
 from pydantic import SecretBytes, SecretStr
@@ -136,6 +137,18 @@ def _secrets_of(leaf: object, name: str) -> set[str]:
     found = texts_in(leaf) if isinstance(leaf, EnvironmentText) or is_secret_name(name) else set()
     password = _PASSWORD.match(leaf) if isinstance(leaf, str) else None
     return found | {password[1], unquote(password[1])} if password else found
+
+
+STRAY_CHARACTER: Final = "has white space or a control character"
+
+
+def stray_character(secret: str, *, may_have_blanks: bool = False) -> bool:
+    """Return whether a credential has white space, a control character or a byte order mark, as a file may have.
+
+    Blanks within it are none if it `may_have_blanks`.
+    """
+    looked_at = secret.replace(" ", "") if may_have_blanks and secret == secret.strip() else secret
+    return any(each.isspace() or unicodedata.category(each) in ("Cc", "Cf") for each in looked_at)
 
 
 def parse_key(text: str) -> bytes:

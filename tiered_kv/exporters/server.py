@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 from tiered_kv.errors import ConfigError, ShutdownError, needing_resources, remedy_of
 from tiered_kv.exporters.metrics import CONTENT_TYPE, StackCollector, exposition
 from tiered_kv.exporters.status import Observed, explain_query, status
+from tiered_kv.log_limit import LogLimit
 
 CONNECTIONS_MAX: Final = 8
 LINE_BYTES_MAX: Final = 128 << 10
@@ -109,7 +110,7 @@ class StatusServer(ThreadingTCPServer):
     def __init__(self, host: str, port: int) -> None:
         self.host = host
         self.routes: Routes = {}
-        self.logged: set[type[Exception]] = set()
+        self.log_limit = LogLimit()
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, _OpenConnection] = {}
@@ -230,7 +231,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(answer.body if self.command != "HEAD" else b"")
 
     def _answer(self) -> tuple[HTTPStatus, Body]:
-        routes, logged = self.server.routes, self.server.logged
+        routes, limit = self.server.routes, self.server.log_limit
         try:
             parts = urlsplit(self.path)
             if parts.path not in routes:
@@ -245,11 +246,10 @@ class _Handler(BaseHTTPRequestHandler):
         except ShutdownError:
             return HTTPStatus.SERVICE_UNAVAILABLE, _text("the stack is closed")
         except Exception as error:
-            if type(error) not in logged:  # without its text: a third-party tier may have put a secret into it
-                logged.add(type(error))
-                _log.error(
-                    "%s could not be answered: %s; further ones are not logged", parts.path, type(error).__name__
-                )
+            if (
+                limit.take(type(error).__name__) is not None
+            ):  # without its text, into which a tier may have put a secret
+                _log.error("%s could not be answered: %s; %s", parts.path, type(error).__name__, limit.about)
             return HTTPStatus.INTERNAL_SERVER_ERROR, _text("the log says why")
 
     def log_message(self, format: str, *args: Any) -> None:  # Any: as http.server has it

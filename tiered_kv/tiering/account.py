@@ -15,6 +15,7 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.errors import TierError
 from tiered_kv.history.ledger import CPU, RequestLog
 from tiered_kv.history.recorder import BlockHistory
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS, Histogram, Notices, count_of
 from tiered_kv.metrics.vocabulary import ACCOUNT, DIRECTIONS, counters_of
 from tiered_kv.reasons import Fate, reason_of
@@ -49,6 +50,7 @@ class TierAccount:
         event_source: SecondaryTierManager | None,
     ) -> None:
         self._counters = counters_of(ACCOUNT)
+        self._log_limit = LogLimit()
         self._lookup_seconds = Histogram(SHORT_SECONDS)
         self._looked_up_s = 0.0
         self._job_seconds = {direction: Histogram(SECONDS) for direction in DIRECTIONS}
@@ -182,18 +184,19 @@ class TierAccount:
         return events
 
     def note_exception(self, operation: str) -> None:
-        """Count an exception of the tier; called in an `except` block. Log the first one.
+        """Count an exception of the tier; called in an `except` block. Log it, at a bounded rate for each method.
 
         The log has the exception's type and place, but not its text: a client library may have put a password there.
         """
         self._counters.add("exceptions_total")
         if self._counters["exceptions_total"] == 1:
             self.notice(f"first exception, in {operation}")
+        if self._log_limit.take(operation) is not None:
             kind, error, traceback = sys.exc_info()
             shown = str(error) if isinstance(error, WrongValueError) else kind.__name__ if kind else ""
             nameless = TierError(shown, tier=self._name, operation=operation)
-            about = "tier %r raised in %s; further exceptions are only counted"
-            logger.error(about, self._name, operation, exc_info=(TierError, nameless, traceback))
+            about = "tier %r raised in %s; %s"
+            logger.error(about, self._name, operation, self._log_limit.about, exc_info=(TierError, nameless, traceback))
 
     def snapshot(self) -> dict[str, Any]:  # Any: as of counters and histograms
         """Return all counters and histograms. Any thread may call."""

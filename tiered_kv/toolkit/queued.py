@@ -19,6 +19,7 @@ import numpy as np
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.config.secrets import scrub
 from tiered_kv.errors import TierError
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.lookups import BatchedLookups, Probe
 from tiered_kv.toolkit.jobs import ALL_DONE, Climb, Job, Outcome, Part, PartQueue, failure_reason
@@ -94,7 +95,7 @@ class QueuedTier(SecondaryTierManager):
         self._jobs_in_flight: dict[int, Job] = {}  # submitted and not yet reported
         self._next_deadline = math.inf  # the earliest of the jobs in flight, or earlier
         self._job_results: deque[JobResult] = deque()  # workers append
-        self._errors_logged: dict[str, object] = {}  # by kind; workers add to it, each in one atomic step
+        self._log_limit = LogLimit()
         self._is_shut_down = False
         self._lacks_worker = False  # one could not be started: the next step, or the others, try again
 
@@ -270,7 +271,7 @@ class QueuedTier(SecondaryTierManager):
         is_inside = is_list and 0 <= min(rows) <= max(rows) <= self._last_row
         if is_inside and (not job.metadata.is_promotion or len(set(rows)) == len(rows)):
             return True
-        if self._errors_logged.setdefault(NO_ROW, job) is job:
+        if self._log_limit.take(NO_ROW) is not None:
             _log.error(
                 "tier '%s': refused a job of %d blocks; it needs as many rows from 0 to %d, in a load different ones, "
                 "and names %s%s. Nothing was moved; further jobs are only counted",
@@ -289,7 +290,7 @@ class QueuedTier(SecondaryTierManager):
         return [flat[row * step : row * step + size] for row in rows]
 
     def _note_error(self, operation: str, error: BaseException) -> str:
-        """Return the reason for `error` in the counters, and log the first error of each kind.
+        """Return the reason for `error` in the counters, and log it, at a bounded rate for each kind.
 
         The log omits the text of the error but for a `TierError`: a client library may have put a password into it.
         """
@@ -297,15 +298,14 @@ class QueuedTier(SecondaryTierManager):
         kind = f"{operation} raised {type(error).__name__}"
         if isinstance(error, OSError) and type(error).__module__ == "builtins" and error.errno:
             kind += f" ({os.strerror(error.errno)})"
-        first = object()
-        if self._errors_logged.setdefault(kind, first) is first:
+        if self._log_limit.take(kind) is not None:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             what = f"{kind} at {frame.filename}:{frame.lineno}"
             if isinstance(error, TierError):
                 what = scrub(error.message, set())
             elif type(error) is TimeoutError:  # the place where a deadline passed tells an operator nothing
                 what = f"{operation} did not end before its deadline, counted as '{reason}'"
-            _log.warning("tier '%s': %s; further ones are only counted", self.name, what)
+            _log.warning("tier '%s': %s; %s", self.name, what, self._log_limit.about)
         return reason
 
 

@@ -1,6 +1,6 @@
 """Files of a tier's directory: small ones are read whole and replaced in one step. No symbolic link is followed.
 
-The first failure of each kind is logged.
+Failures are logged at a bounded rate.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.permissions import FILE_MODE
 
 SMALL_FILE_BYTES_MAX: Final = 1 << 20
@@ -164,17 +165,20 @@ def as_text(fields: Mapping[str, object]) -> bytes:
 
 
 class FirstFailures:
-    """Logs the first failure in a place of each operation and error number, with the system's own words. Any thread."""
+    """Logs failures in a place, with the system's own words; each operation and error number at a bounded rate.
+
+    Any thread may call.
+    """
 
     def __init__(self, log: logging.Logger, place: str) -> None:
         self._log = log
         self._place = place
-        self._logged: dict[tuple[str, object], OSError] = {}  # threads add to it, each in one atomic step
+        self._limit = LogLimit()
         self.newest = ""
         """The newest failure with its path, for people, until its owner clears it."""
 
     def note(self, operation: str, error: OSError) -> None:
         where = error.filename if isinstance(error.filename, str) else self._place
         self.newest = f"{operation} failed: {words_of(error)}: {where}"
-        if self._logged.setdefault((operation, error.errno), error) is error:
-            self._log.warning("%s: %s failed: %s; further ones are only counted", self._place, operation, error)
+        if self._limit.take((operation, error.errno)) is not None:
+            self._log.warning("%s: %s failed: %s; %s", self._place, operation, error, self._limit.about)
