@@ -27,6 +27,8 @@ REFRESH_S = 60.0
 RENEW_PAUSE_S = 5.0
 """The pause between two attempts to get new credentials. Each that gets the same ones doubles the next pause."""
 RENEW_PAUSE_MAX_S = 60.0
+RENEW_WAIT_S = 2.0
+"""How long a request waits for others in place of credentials that may be right."""
 
 _log = logging.getLogger("tiered_kv.s3")
 _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "retryhandler", "awsrequest", "client")
@@ -91,8 +93,11 @@ class Account:
             message = self._problem if is_answered else "the provider of credentials did not answer in time"
         raise TierUnavailableError(message, tier=self._tier, operation="sign")
 
-    def renew(self, stale: Credentials, deadline: float) -> bool:
-        """Read the credentials again because the server refuses `stale`; return whether there are others."""
+    def renew(self, stale: Credentials, deadline: float, *, are_expired: bool = True) -> bool:
+        """Read the credentials again because the server refuses `stale`; return whether there are others.
+
+        Unless these `are_expired`, they stay in use until there are others: only a right may be missing.
+        """
         if self._explicit is not None:
             return False
         failures: tuple[type[Exception], ...] = (TierUnavailableError, *library_errors())
@@ -104,7 +109,13 @@ class Account:
                     self._renew_pause_s = min(2 * self._renew_pause_s, RENEW_PAUSE_MAX_S)
                     self._session = self._open_session()  # reads files and environment again
                     self._asking = self._provider_of(self._session)  # the earlier one may hang
-                    self._current, self._asked_s = None, -math.inf
+                    self._asked_s = -math.inf
+                    if are_expired:
+                        self._current = None
+                asking = self._asking
+            if is_renewing and not are_expired:
+                asking.ask()
+                asking.join(max(0.0, min(deadline - time.monotonic(), RENEW_WAIT_S)))
             is_other = self.credentials(deadline) != stale
         except failures:
             return False

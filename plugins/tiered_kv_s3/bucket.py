@@ -326,7 +326,8 @@ class Bucket:
             answer = replace(answer, status=500)  # S3 may find out after it has sent the status
         verdict = self._verdict_of(answer, body)
         if verdict in (Verdict.CREDENTIALS, Verdict.DENIED):  # the latter also of a key that was replaced
-            if self._account.renew(credentials, connection.patience.deadline):
+            are_expired = verdict is Verdict.CREDENTIALS
+            if self._account.renew(credentials, connection.patience.deadline, are_expired=are_expired):
                 return Verdict.CREDENTIALS
             return Verdict.DENIED if verdict is Verdict.DENIED else Verdict.CREDENTIALS_EXPIRED
         return verdict

@@ -327,7 +327,7 @@ class Control:
         # Outside the handler: the cause may quote secrets.
         used = self._made_for
         until_s = min(time.monotonic() + _CREDENTIALS_S, self.deadline)
-        if status in (401, 403) and used is not None and self._account.renew(used[0], until_s):
+        if status in (401, 403) and used is not None and self._account.renew(used[0], until_s, are_expired=False):
             return self._call(operation, call, has_other=has_other)
         raise self._error(operation, code, words, status, has_other=has_other)
 
