@@ -45,7 +45,8 @@ IMPORT_LIMIT_S = 0.150
 PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
 
 GROUND = (
-    "base collector mediums abstract backend errors file_systems hints hit_density permissions threads reasons buffers log_limit"
+    "base collector mediums abstract backend errors file_systems hints hit_density permissions threads reasons buffers "
+    "log_limit"
 )
 """The interfaces and words that every room uses."""
 ROOMS: list[tuple[str, ...]] = [
