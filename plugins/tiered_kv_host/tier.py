@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from tiered_kv.server.connect import AWAIT_S, START_A_SERVER, ProgramManager, na
 from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import Hello
 from tiered_kv.toolkit import BlockingTier, Outcome
+from tiered_kv.toolkit.touches import Touches
 from tiered_kv_host.settings import HostTierSettings
 
 _THREADS: Final = 3
@@ -31,6 +32,8 @@ _PART_BLOCKS_MAX: Final = 256  # a part leases, or writes, so many of the server
 _LEASE_SHARE: Final = 8
 """A part leases one row in so many at most: those of three parts stay below what a server lets one session lease."""
 _VECTORS_MAX: Final = 1024  # IOV_MAX of Linux
+_TOUCH_S: Final = 5.0  # how often the server learns that a block is used in this process's memory
+_TOUCH_TIMEOUT_S: Final = 0.5
 _AWAY: Final = "unanswered"
 """The reason while the server is away. The breaker ignores it: the tier attaches again by itself."""
 
@@ -74,6 +77,7 @@ class HostTier(BlockingTier):
         attachment.connect()
         self._manager = ProgramManager(attachment, on_attached=self._attached)
         self._idle_poll = IdlePoll(self._manager, self._lock)
+        self._touches = Touches(self._note_uses, f"tiered-kv-{self.name}-touches", _TOUCH_S)
 
     # Worker threads.
 
@@ -144,6 +148,13 @@ class HostTier(BlockingTier):
                     return [bool(answer) for answer in answers]
                 self._manager.await_message(AWAIT_S)
 
+    def _note_uses(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Ask the server which blocks it has in memory, which counts as a use of them there, and in its tiers."""
+        if self._manager.is_attached:
+            with self._request() as context, self._lock:
+                self._manager.ask_known(lambda: names_of(keys), context)
+        return ()
+
     def close(self) -> None:
         self._idle_poll.stop()
         with self._lock:
@@ -151,7 +162,15 @@ class HostTier(BlockingTier):
 
     # The scheduler's thread.
 
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._touches.note(keys)
+
+    def shutdown(self) -> None:
+        self._touches.stop(_TOUCH_TIMEOUT_S)
+        super().shutdown()
+
     def reset_cache(self) -> bool:
+        self._touches.clear()
         with self._lock:
             self.begin_epoch()
             self._manager.reset_cache()

@@ -27,6 +27,7 @@ from tiered_kv.cli import main
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
+from tiered_kv.stack import open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv_host import tier
 
@@ -96,6 +97,29 @@ def test_a_process_finds_what_a_killed_one_has_stored(tmp_path: Path) -> None:
             assert process.load(KEYS) == len(KEYS)
             assert process.store(KEYS) == len(KEYS)  # it knows that the server has them
         wait_until(lambda: not served.rows_in_use())
+
+
+def test_a_use_in_the_memory_of_a_process_is_a_use_in_the_servers_memory(tmp_path: Path) -> None:
+    stack = {"namespace": {"model": "test"}, "block": {"bytes": BLOCK_BYTES}, "primary": {"capacity": 8 * BLOCK_BYTES}}
+    hashes, blocks = [key[:-4] for key in KEYS[:4]], np.ones((4, BLOCK_BYTES), np.uint8)
+    with serving(tmp_path) as served:
+        entry = {"type": "host", "socket": served.address, "lookup_timeout": "20s"}
+        with open_stack({**stack, "secondary": [entry]}) as process:
+            assert process.put(hashes, blocks, timeout=WAIT_S) == 4
+            assert process.flush(WAIT_S)
+            before = served.count(last_use)
+            assert len(process.get(hashes, timeout=WAIT_S)) == 4
+
+            def is_used() -> bool:
+                process.contains(keys_of(1, first=900), timeout=WAIT_S)
+                return served.count(last_use) > before
+
+            wait_until(is_used, timeout_s=WAIT_S)
+
+
+def last_use(host: Any) -> int:
+    """Return when a request last used a block, as its chain says."""
+    return max(block.chain.last_use for block in host.manager.primary.blocks.values())
 
 
 @pytest.mark.slow

@@ -238,8 +238,7 @@ class Session:
         get = self.host.manager.primary.blocks.get
         blocks = [get(key) for key in keys]
         rows = [protocol.MISSING if block is None or block.ref_cnt < 0 else block.block_id for block in blocks]
-        found = [key for key, row in zip(keys, rows, strict=True) if row != protocol.MISSING]
-        self.host.manager.touch(found, request.context)
+        self.host.manager.touch(keys, request.context)  # tiers below may have the others
         current = self.host.generations.values
         generations = [current[row] if row != protocol.MISSING else 0 for row in rows]
         self.send(protocol.KNOWN, request.number, len(rows), protocol.pack_rows(rows) + protocol.pack_rows(generations))
