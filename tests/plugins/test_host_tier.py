@@ -119,7 +119,7 @@ def test_a_use_in_the_memory_of_a_process_is_a_use_in_the_servers_memory(tmp_pat
 
 def last_use(host: Any) -> int:
     """Return when a request last used a block, as its chain says."""
-    return max(block.chain.last_use for block in host.manager.primary.blocks.values())
+    return max(int(block.chain.last_use) for block in host.manager.primary.blocks.values())
 
 
 @pytest.mark.slow
