@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
@@ -54,9 +55,11 @@ class MissingExtraError(ConfigError):
 
     def __init__(self, feature: str, extra: str = "", *, install: str = "", location: str = "") -> None:
         self.extra = extra
+        of_extra = "" if install else f" (the extra '{extra}')"
         advice = install or _install_command(extra)
         super().__init__(
-            f"{feature} needs a library that is not installed" + (f": {advice}" if advice else ""), location=location
+            f"{feature} needs a library that is not installed" + (f"{of_extra}: {advice}" if advice else ""),
+            location=location,
         )
 
 
@@ -69,11 +72,10 @@ def _install_command(extra: str) -> str:
     try:
         needed = importlib.metadata.requires("tiered-kv") or []
     except importlib.metadata.PackageNotFoundError:  # its files alone are there
-        return f"install the extra '{extra}' of its pyproject.toml"
+        return "install what the pyproject.toml of tiered-kv lists there"
     of_extra = re.compile(rf"\bextra *== *['\"]{re.escape(extra)}['\"]")
     libraries = [each.partition(";")[0].strip() for each in needed if of_extra.search(each.partition(";")[2])]
-    listed = " ".join(f"'{each}'" for each in libraries)
-    return f"pip install {listed} (the extra '{extra}')" if listed else ""
+    return f"pip install {' '.join(map(shlex.quote, libraries))}" if libraries else ""
 
 
 class TierError(TieredKVError):

@@ -14,6 +14,7 @@ from tests.support.faulty import FourMethodTier
 from tests.support.places import Place
 from tests.support.stacks import plugged, stack_file
 from tests.support.tenants import BLOCK_BYTES, Tenant
+from tiered_kv._cli import inspect
 from tiered_kv.cli import main
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.hooks import TierType
@@ -329,8 +330,25 @@ def test_the_rate_is_kept(alice: Tenant) -> None:
     assert time.monotonic() - started_s > 0.9 * BLOCKS * BLOCK_BYTES / (480 << 10)
 
 
+class StandingClock:
+    """Stands in for the module `time`: nothing but a sleep, and storage that is read, takes time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.slept_s += seconds
+
+
 class SlowStorage(TierAdministration):
-    """Takes a fiftieth of a second for each of 20 blocks."""
+    """Takes a fiftieth of a second of `clock` for each of 20 blocks."""
+
+    clock = StandingClock()
 
     def __init__(self, settings: TierSettings) -> None:
         return
@@ -343,15 +361,19 @@ class SlowStorage(TierAdministration):
 
     def verify(self, digest: str, found: Verification, deadline: float) -> None:
         for _ in range(20):
-            time.sleep(0.02)
+            self.clock.now_s += 0.02
             found.on_block(1 << 20)
 
 
-def test_storage_that_is_slower_than_the_rate_is_not_slowed_down(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rate", "slept_s"), [("60MiB/s", 0.0), ("25MiB/s", 0.4)])
+def test_storage_is_slowed_down_only_where_it_is_faster_than_the_rate(
+    rate: str, slept_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlowStorage, "clock", clock := StandingClock())
+    monkeypatch.setattr(inspect, "time", clock)
     with plugged(TierType("slow", TierSettings, lambda: FourMethodTier, "", lambda: SlowStorage)):
-        started_s = time.monotonic()
-        assert main(["inspect", stack_file(tmp_path, "type: slow"), "--verify", "--rate", "50MiB/s"]) == 0
-        assert time.monotonic() - started_s < 0.7, "and not twice the 0.4 s that reading takes"
+        assert main(["inspect", stack_file(tmp_path, "type: slow"), "--verify", "--rate", rate]) == 0
+    assert clock.slept_s == pytest.approx(slept_s, abs=0.05)
 
 
 @of_each_kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -179,9 +180,13 @@ def test_blocks_come_back_from_the_server_s_disk(tmp_path: Path) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
     with serving(tmp_path, stack_of(rows=64, secondary=[nvme])) as served, process_of(served.address) as process:
         assert process.store(KEYS[:8]) == 8
-        for first in range(2000, 2200, 8):
-            process.store(keys_of(8, first))
-        assert served.count(lambda host: sum(key in host.manager.primary.blocks for key in KEYS[:8])) == 0
+        numbers = itertools.count(2000, 8)
+
+        def are_evicted() -> bool:  # a block is not before it is on the disk
+            process.store(keys_of(8, next(numbers)))
+            return served.count(lambda host: sum(key in host.manager.primary.blocks for key in KEYS[:8])) == 0
+
+        wait_until(are_evicted)
         assert process.contains(KEYS[:8]) == process.load(KEYS[:8]) == 8
 
 

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +143,19 @@ def test_a_put_without_room_does_not_keep_the_server_busy(tmp_path: Path, monkey
 
 
 def test_a_put_that_a_server_does_not_answer_counts_no_block(tmp_path: Path) -> None:
+    is_held, may_go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        may_go_on.wait()
+
     with serving(tmp_path) as served, tiered_kv.connect(served.address) as stack:
-        is_over = threading.Event()
-        served.server.call_soon(partial(wait_until, is_over.is_set))
-        assert stack.put(HASHES, BLOCKS, timeout=WAIT_S) == 0
-        is_over.set()
+        served.server.call_soon(hold)
+        assert is_held.wait(WAIT_S), "it would answer before that"
+        try:
+            assert stack.put(HASHES, BLOCKS, timeout=WAIT_S) == 0
+        finally:
+            may_go_on.set()
 
 
 def test_no_call_waits_while_the_memory_of_a_dead_server_is_unmapped(
