@@ -22,7 +22,8 @@ from tiered_kv.cpu.policies import RequestChain
 from tiered_kv.cpu.policies.density import KIND_GROUPS, PACES_S, DensityPolicy, _class_of
 from tiered_kv.hints import Hints
 from tiered_kv.hit_density import BUCKETS, HitDensity
-from tiered_kv.workload.request import Request, hints_from_sessions, read_trace
+from tiered_kv.workload.request import Request, hints_from_sessions
+from tiered_kv.workload.trace import read_trace
 
 AGENTS_TRACE = Path(__file__).parents[3] / "shared/traces/agents_trace.jsonl"
 

@@ -24,8 +24,9 @@ from tiered_kv.base import ReqContext
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.stack_config import load_config
 from tiered_kv.workload.hit_rates import host_rates
-from tiered_kv.workload.request import Request, block_key, read_trace
+from tiered_kv.workload.request import Request, block_key
 from tiered_kv.workload.simulation import Fleet, routes
+from tiered_kv.workload.trace import read_trace
 
 _STORE_BLOCKS = 256
 

@@ -26,7 +26,8 @@ from tiered_kv.cpu.backend import CPUBackend, CPUBlock, RequestChain
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.policies.recency import ARCPolicy
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.workload.request import ChatWorkload, read_trace
+from tiered_kv.workload.request import ChatWorkload
+from tiered_kv.workload.trace import read_trace
 
 BLOCK_BYTES = 8
 BOUND = "bound"

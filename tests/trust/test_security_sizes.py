@@ -25,7 +25,7 @@ from tiered_kv.config.secrets import read_key_file
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.stack import open_stack
 from tiered_kv.stack_config import load_config
-from tiered_kv.workload.request import read_trace
+from tiered_kv.workload.trace import read_trace
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.workload.request import BLOCK_TOKENS, LINE_BYTES_MAX, ChatWorkload, Request, block_key, read_trace
+from tiered_kv.workload.request import BLOCK_TOKENS, ChatWorkload, Request, block_key
+from tiered_kv.workload.trace import LINE_BYTES_MAX, read_trace
 
 SMALL = ChatWorkload(chats=10, turns=4, active_chats=3, turn_blocks=2, system_prompts=2, system_blocks=5)
 
@@ -198,7 +199,7 @@ def test_a_line_that_never_ends_is_refused(tmp_path: Path) -> None:
 def test_an_absent_trace_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the trace .*absent: No such file"):
         list(read_trace(tmp_path / "absent"))
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match=r"the folder has no file that ends with \.json"):
         list(read_trace(tmp_path))
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.workload.test_simulation import stack_of
 from tiered_kv.cpu.policies import CachePolicy
-from tiered_kv.errors import ConfigError
 from tiered_kv.workload.hit_rates import hit_curve, hit_rate
-from tiered_kv.workload.request import ChatWorkload, Request, hints_from_sessions, read_trace
+from tiered_kv.workload.request import ChatWorkload, Request, hints_from_sessions
 from tiered_kv.workload.simulation import Fleet, routes, simulate
+from tiered_kv.workload.trace import read_trace
 
 
 def read(path: Path, *lines: dict[str, object], time_unit: str = "") -> list[Request]:
@@ -69,21 +69,6 @@ def test_a_named_session_stays_on_its_server_and_returns_as_such() -> None:
     )
     assert len(set(servers)) == 4, "although all share their first block"
     assert [each.hints for each in hints_from_sessions(requests)].count({"ttl": 0}) == 24, "each session ends once"
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"id": "a", "hash_id_scope": "local", "requests": []}, r"hash_id_scope.* write a line for each"),
-        ({"session_id": "a", "delay": 5, "hash_ids": [1]}, r"a turn with delay .* all blocks of its prompt"),
-    ],
-)
-def test_a_known_trace_that_cannot_be_read_is_named(tmp_path: Path, entry: dict[str, object], message: str) -> None:
-    (tmp_path / "trace.json").write_text(json.dumps(entry))
-    with pytest.raises(ConfigError, match=message):
-        list(read_trace(tmp_path / "trace.json"))
-    with pytest.raises(ConfigError, match=r"Is a directory; .*hash_id_scope"):
-        list(read_trace(tmp_path))
 
 
 @given(seed=st.integers(0, 1000), size=st.integers(60, 400))

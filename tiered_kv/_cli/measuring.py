@@ -18,7 +18,8 @@ from tiered_kv._cli.report.page import Run
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import StackConfig
-from tiered_kv.workload.request import ChatWorkload, Request, hints_from_sessions, read_trace
+from tiered_kv.workload.request import ChatWorkload, Request, hints_from_sessions
+from tiered_kv.workload.trace import read_trace
 
 _US_PER_S = 1e6
 _CHAT_OPTIONS = {
@@ -44,12 +45,15 @@ class Workload:
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--trace", metavar="FILE", type=file_path, help="requests of a trace; without it, built-in chats"
+        "--trace",
+        metavar="FILE",
+        type=file_path,
+        help="requests of a trace (file or folder); without it, built-in chats",
     )
     parser.add_argument(
         "--time-unit",
         choices=("ms", "s"),
-        help="of the trace's timestamps (default: s in lines with parent_chat_id, else ms)",
+        help="of the trace's times (default: that of its form, mostly ms)",
     )
     parser.add_argument(
         "--requests", metavar="N", type=positive_int, help="stop after this many requests, or when there are no more"

@@ -1,0 +1,35 @@
+"""What the values of a trace's fields may be: times, lengths, ids of blocks.
+
+`turns` and `agents` check the objects of a trace with these types.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from tiered_kv.workload.request import HASH_ID_MAX, id_number
+
+_MS_PER_S = 1000
+
+Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Time = Annotated[float, Field(ge=0, lt=2**53)]
+
+
+def _numbers(ids: list[object]) -> tuple[int, ...]:
+    numbers = tuple(each if type(each) is int else id_number(each) for each in ids)
+    if numbers and not (min(numbers) >= 0 and max(numbers) <= HASH_ID_MAX):
+        raise ValueError(f"expected ids from 0 to {HASH_ID_MAX}")
+    if len(set(numbers)) != len(numbers):
+        raise ValueError("an id stands for a block with all before it, so it cannot be repeated")
+    return numbers
+
+
+HashIds = Annotated[list[object], AfterValidator(_numbers)]
+"""The ids of a prompt. Its values are tuples of numbers."""
+
+
+def milliseconds(time: float, *, is_in_seconds: bool) -> int:
+    """Return a time in whole milliseconds."""
+    return round(time * _MS_PER_S) if is_in_seconds else int(time)
