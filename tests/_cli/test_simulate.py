@@ -244,3 +244,50 @@ def test_a_price_for_no_tier_is_an_error(simulate: Command, stack: str, tmp_path
     (tmp_path / "prices.yaml").write_text("tiers: {nvm: {gib_month: 1}}")
     output = simulate.err(stack, *CHATS, "--prices", str(tmp_path / "prices.yaml"))
     assert "no tier of this name (did you mean 'nvme'?)" in output
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a policy that fails."""
+    (tmp_path / "failing_policy.py").write_text("from tests.workload.test_trace_fields import Failing as Policy\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "failing_policy:Policy"
+
+
+@pytest.mark.parametrize("options", [[], ["--shared-host", "--engines", "2"], ["STACK"]])
+def test_a_failed_policy_is_said_by_the_table_the_message_and_the_status(
+    simulate: Command, capsys: pytest.CaptureFixture[str], stack: str, failing: str, options: list[str]
+) -> None:
+    given = [stack if option == "STACK" else option for option in options]
+    assert main(["simulate", *given, *CHATS, "--policy", f"{failing},lru", "--capacity", "64"]) == 1
+    said = capsys.readouterr()
+    assert "failed" in said.out
+    assert f"the policy {failing} failed, so lru took its place: use raised" in said.err
+    result = simulate.json(*given, *CHATS, "--policy", f"{failing},lru", "--capacity", "64", status=1)
+    assert [bool(each["policy_error"]) for each in result["results"]] == [True, False]
+    assert result.get("cheapest", {"policy": "lru"})["policy"] == "lru"
+    simulate.json(*given, *CHATS, "--policy", "lru", "--capacity", "64")
+
+
+def test_a_smaller_memory_is_not_advised_because_a_slower_tier_has_its_blocks(simulate: Command, stack: str) -> None:
+    sizes = ["--capacity", "160,8192,16384", "--policy", "lru"]
+    result = simulate.json(stack, *CHATS, *sizes)
+    rates = [each["hit_rate"] for each in result["results"]]
+    assert rates[0] > 0.99 * max(rates), "nvme has what memory has not"
+    assert result["cheapest"]["capacity_blocks"] == 8192, "with more, memory serves no more"
+    output = simulate.out(stack, *CHATS, *sizes)
+    assert re.search(r"The cheapest .* lru with 8,192 blocks .* hits of any tier \([0-9.]+% of cpu\)", output)
+    assert "hits of any tier" in output.split("\n", 2)[2], "so says the table"
+
+
+def test_how_a_trace_was_understood_is_said(
+    simulate: Command, capsys: pytest.CaptureFixture[str], tmp_path: Path, trace: str
+) -> None:
+    assert "5 requests in 4 s, blocks of 512 tokens" in simulate.out("--trace", trace)
+    assert simulate.json("--trace", trace)["block_tokens"] == 512
+    file = tmp_path / "small.yaml"
+    settings = "namespace: {model: any}\nprimary: {capacity: 1MiB}\nblock: {bytes: 4KiB, tokens: "
+    for tokens, is_noted in ((16, True), (512, False)):
+        file.write_text(f"{settings}{tokens}}}\n")
+        assert main(["simulate", str(file), "--trace", trace]) == 0
+        assert ("blocks have 512 tokens, the stack's 16" in capsys.readouterr().err) is is_noted

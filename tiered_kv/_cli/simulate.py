@@ -18,7 +18,7 @@ from tiered_kv._cli.measuring import (
     start_report,
     write_report,
 )
-from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress
+from tiered_kv._cli.output import Status, print_json, print_table, print_text, progress, quantity
 from tiered_kv._cli.report import simulation_page as pages
 from tiered_kv._cli.report.page import Run
 from tiered_kv._cli.stacks import stack_with_blocks
@@ -28,8 +28,18 @@ from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack_config import PRIMARY_BLOCKS_MIN, StackConfig
 from tiered_kv.workload.hit_rates import HostRates, default_sizes, hit_curve, hit_rate, host_rates
-from tiered_kv.workload.request import Request
-from tiered_kv.workload.simulation import ROUTERS, Fleet, Prices, costs, load_prices, simulate, times_a_month, with_tier
+from tiered_kv.workload.request import Request, block_tokens
+from tiered_kv.workload.simulation import (
+    ROUTERS,
+    Fleet,
+    Prices,
+    costs,
+    load_prices,
+    simulate,
+    span_s,
+    times_a_month,
+    with_tier,
+)
 
 _FACTORS = (0.5, 1, 2)
 """Sizes of the primary tier that are compared, as multiples of the stack's."""
@@ -131,24 +141,45 @@ def run(args: argparse.Namespace) -> Status:
         requests = list(workload.requests)
     if not any(request.hash_ids for request in requests):
         raise ConfigError("the requests have no block", location=str(args.trace))
+    tokens = block_tokens(requests)
+    title = workload.title if args.trace is None else _described(workload.title, requests, tokens)
     if args.shared_host:
-        fields, tables, page = _simulate_host(args, requests, workload.title, policies, sizes)
+        fields, tables, page = _simulate_host(args, requests, title, policies, sizes)
     elif config is None:
-        fields, tables, page = _simulate_policies(args, requests, workload.title, policies, sizes)
+        fields, tables, page = _simulate_policies(args, requests, title, policies, sizes)
     else:
-        fields, tables, page = _simulate_stacks(args, config, requests, workload.title, policies, sizes)
+        fields, tables, page = _simulate_stacks(args, config, requests, title, policies, sizes)
     if args.json:
-        print_json({"stack": args.stack, "workload": workload.described, "requests": len(requests), **fields})
+        described = {"workload": workload.described, "requests": len(requests), "block_tokens": tokens}
+        print_json({"stack": args.stack, **described, **fields})
     else:
         for title, table in tables:
             print_table(*table, title=title)
     results = cast("list[dict[str, str]]", fields["results"])
     if reported is not None and page is not None:
         write_report(args, partial(page, reported))
+    if config is not None and args.trace is not None:
+        _note_other_tokens(config, tokens)
     failures = {each["policy"]: each["policy_error"] for each in results if each["policy_error"]}
     for policy, error in failures.items():
         print_text(f"the policy {policy} failed, so lru took its place: {error}", sys.stderr)
     return Status.FOUND if failures else Status.OK
+
+
+def _described(title: str, requests: Sequence[Request], tokens: int) -> str:
+    """Return the title of a trace with how its times and ids were understood."""
+    blocks = f", blocks of {quantity(tokens, 'token')}" if tokens else ""
+    return f"{title}: {quantity(len(requests), 'request')} in {span_s(requests):,.0f} s{blocks}"
+
+
+def _note_other_tokens(config: StackConfig, tokens: int) -> None:
+    stack_tokens = config.block.tokens
+    if tokens and tokens != stack_tokens and "tokens" in config.block.model_fields_set:
+        print_text(
+            f"note: the trace's blocks have {quantity(tokens, 'token')}, the stack's {stack_tokens:,}: each block "
+            "of the trace counts as one of the stack, so give block the bytes and tokens of the trace's",
+            sys.stderr,
+        )
 
 
 def _shown(rates: HostRates) -> list[str]:

@@ -27,14 +27,14 @@ _DEPTH_MAX = 16
 """How deep subagents may start others."""
 
 
-class _Session(BaseModel):
+class _AgentSession(BaseModel):
     id: str | int
     block_size: int | None = Field(default=None, ge=1, le=1 << 20)
     hash_id_scope: Literal["local", "global"] | None = None
     requests: list[object]
 
 
-class _Call(BaseModel):
+class _AgentCall(BaseModel):
     t: Time
     input_length: Whole = Field(alias="in")
     output_length: Whole | None = Field(alias="out", default=0)
@@ -75,7 +75,7 @@ class AgentSessions:
 
     def add(self, entry: object, where: str) -> None:
         """Add the requests of a session, which `where` has."""
-        session = _checked(_Session, entry, where, "")
+        session = _checked(_AgentSession, entry, where, "")
         if session.block_size != (self._block_size or session.block_size):
             problem = f"expected blocks of {self._block_size} tokens, as in sessions before, found {session.block_size}"
             raise ConfigError(problem, location=f"{where}: block_size")
@@ -107,7 +107,7 @@ class AgentSessions:
             is_started = isinstance(entry, dict) and entry.get("type") == "subagent"
             if (has_requests or is_started) and "hash_ids" not in cast("dict[str, object]", entry):
                 continue  # it has no prompt of its own
-            call = _checked(_Call, entry, where, here)
+            call = _checked(_AgentCall, entry, where, here)
             at_ms = milliseconds(call.t, is_in_seconds=self._is_in_seconds)
             ids = cast("tuple[int, ...]", call.hash_ids)
             yield Request(at_ms, call.input_length, call.output_length or 0, ids)

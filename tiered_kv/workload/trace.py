@@ -46,8 +46,8 @@ def read_trace(path: Path, *, requests_max: int | None = None, time_unit: str = 
     """Yield the requests of a trace, at most `requests_max`; empty lines are skipped.
 
     Requests come one line at a time, up to the first line with a `session_id` or without a timestamp. The trace is then
-    read to its end. With relative times, and of agents, requests come in the order of their times. `time_unit` is that of times, "s" or
-    "ms"; by default the one of the trace's format.
+    read to its end. With relative times, and of agents, requests come in the order of their times. `time_unit` is that
+    of times, "s" or "ms"; by default the one of the trace's form.
     """
     with closing(_of_folder(path) if path.is_dir() else _of_file(path)) as entries:
         first = next(entries, None)

@@ -56,7 +56,7 @@ class _Line(BaseModel):
 
 
 @dataclass(slots=True)
-class _Session:
+class _SessionTurns:
     """A session so far.
 
     Args:
@@ -80,7 +80,7 @@ class Turns:
     def __init__(self, time_unit: str) -> None:
         self._time_unit = time_unit
         self._chats: dict[str, str] = {}  # the first chat of each one's chain
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, _SessionTurns] = {}
         self.have_sessions = False
         """Whether a line had a `session_id`, or no timestamp."""
         self.are_relative = False
@@ -105,9 +105,9 @@ class Turns:
         ids, tokens = cast("tuple[int, ...]", line.hash_ids), line.input_length
         if joint and not own:
             self.have_sessions = True
-            ids, tokens = self._put_together(self._sessions.setdefault(joint, _Session()), line, where)
+            ids, tokens = self._put_together(self._sessions.setdefault(joint, _SessionTurns()), line, where)
         if own or joint:
-            self._sessions.setdefault(own or joint, _Session()).last_ms = at_ms
+            self._sessions.setdefault(own or joint, _SessionTurns()).last_ms = at_ms
         return Request(at_ms, tokens, line.output_length or 0, ids, own or joint or self._chain(line), line.hints)
 
     def _chain(self, line: _Line) -> str:
@@ -133,7 +133,7 @@ class Turns:
         last_ms = self._sessions[session].last_ms if session in self._sessions else 0
         return last_ms + milliseconds(line.delay or 0, is_in_seconds=is_in_seconds)
 
-    def _put_together(self, session: _Session, line: _Line, where: str) -> tuple[tuple[int, ...], int]:
+    def _put_together(self, session: _SessionTurns, line: _Line, where: str) -> tuple[tuple[int, ...], int]:
         """Return the ids of the whole prompt, and its tokens; `session` then has this turn."""
         new = cast("tuple[int, ...]", line.hash_ids)
         if line.context_mode is not None:

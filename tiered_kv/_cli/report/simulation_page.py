@@ -52,7 +52,7 @@ def stack_table(runs: Sequence[StackRun], currency: str) -> Table:
     """Return a row for each tier of one run, or a comparison with a row for each of several."""
     priced = [f"{currency} a month"] if runs[0][2] else []
     if len(runs) > 1:
-        columns = ["simulation", "hits", *runs[0][1].tiers, *priced]
+        columns = ["simulation", "hits of any tier", *runs[0][1].tiers, *priced]
         return columns, [[name, *_compared(simulated, costs)] for name, simulated, costs in runs]
     _, simulated, costs = runs[0]
     columns = ["tier", "hits", "share", "written GB", "MB/s", "read GB", "MB/s", "requests", "evicted", "skipped"]
@@ -75,19 +75,41 @@ def stack_table(runs: Sequence[StackRun], currency: str) -> Table:
 
 
 def cheapest(runs: Sequence[StackRun]) -> StackRun:
-    """Return the cheapest run whose hit rate is within 1 % of the best; without prices, that with the least memory."""
-    runs = [each for each in runs if not each[1].policy_error] or runs
-    enough = _ENOUGH * max(simulated.hit_rate for _, simulated, _ in runs)
-    good = [each for each in runs if each[1].hit_rate >= enough]
-    return min(good, key=lambda each: (_cost(each[2]), each[1].capacity_blocks, -each[1].hit_rate))
+    """Return the cheapest run with hits within 1 % of the best; without prices, that with the least memory.
+
+    A hit of a lower tier takes longer, which has no price here. So not only the hits of any tier have to be good, but
+    also those of the primary tier, and of each tier with all tiers above it.
+    """
+    runs = _sound(runs)
+    tiers = list(runs[0][1].tiers)
+    for first in (tiers, *(tiers[:count] for count in range(1, len(tiers)))):
+        enough = _ENOUGH * max(_hits(simulated, first) for _, simulated, _ in runs)
+        runs = [each for each in runs if _hits(each[1], first) >= enough]
+    return min(runs, key=lambda each: (_cost(each[2]), each[1].capacity_blocks, -each[1].hit_rate))
+
+
+def _sound(runs: Sequence[StackRun]) -> Sequence[StackRun]:
+    """Return the runs whose figures are those of their policy; all if none are."""
+    return [each for each in runs if not each[1].policy_error] or runs
+
+
+def _hits(simulated: Simulated, tiers: Sequence[str]) -> int:
+    return sum(simulated.tiers[name].hits for name in tiers)
 
 
 def headline(runs: Sequence[StackRun], currency: str) -> str:
     name, simulated, costs = cheapest(runs)
-    best_name, best, _ = max(runs, key=lambda each: each[1].hit_rate)
+    best_name, best, _ = max(_sound(runs), key=lambda each: each[1].hit_rate)
     cost = f", {_cost(costs):,.2f} {currency} a month" if costs else ""
-    best_told = "" if best_name == name else f"; the best, {best_name}, has {best.hit_rate:.1%}"
-    return f"The cheapest within 1 % of the best: {name}, {simulated.hit_rate:.1%} hits{cost}{best_told}."
+    best_told = "" if best_name == name else f"; the best, {best_name}, has {_hits_told(best)}"
+    return f"The cheapest within 1 % of the best: {name}, {_hits_told(simulated)}{cost}{best_told}."
+
+
+def _hits_told(simulated: Simulated) -> str:
+    if len(simulated.tiers) == 1:
+        return f"{simulated.hit_rate:.1%} hits"
+    primary, use = next(iter(simulated.tiers.items()))
+    return f"{simulated.hit_rate:.1%} hits of any tier ({use.hit_rate:.1%} of {primary})"
 
 
 def _compared(simulated: Simulated, costs: Costs) -> list[str]:
@@ -107,7 +129,7 @@ def _cost(costs: Costs) -> float:
 def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: Sequence[HitRate]) -> str:
     points = {_LRU: points_of(curve)}
     for rate in sorted(rates, key=lambda rate: rate.capacity_blocks):
-        if rate.policy != _LRU:
+        if rate.policy != _LRU and not rate.policy_error:
             points.setdefault(rate.policy, []).append((rate.capacity_blocks, rate.hit_rate))
     about = "LRU is known from the size of the longest prompt on. Points are the sizes at which others were run."
     plot = _hit_rates(points, about, "blocks")
@@ -115,7 +137,7 @@ def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: 
         f"{quantity(requests, 'request')} asked for {quantity(curve.blocks, 'block')}, of which "
         f"{curve.distinct_blocks:,} are distinct, one request after the other. No byte was moved."
     )
-    best = max(rates, key=lambda rate: rate.hit_rate)
+    best = max([rate for rate in rates if not rate.policy_error] or rates, key=lambda rate: rate.hit_rate)
     parts = card(table(*rate_table(rates))), plots(plot)
     sections = [section("Hit rates", "By size and policy.", *parts)]
     tile_of = _tile(best.hit_rate, f"{best.policy} with {best.capacity_blocks:,} blocks")
@@ -128,7 +150,7 @@ def stack_page(
     """Return the page of simulations of a stack, whose costs are in `currency`."""
     _, first, _ = runs[0]
     points: dict[str, list[tuple[float, float]]] = {}
-    for _, simulated, _ in sorted(runs, key=lambda each: each[1].capacity_blocks):
+    for _, simulated, _ in sorted(_sound(runs), key=lambda each: each[1].capacity_blocks):
         gib = simulated.capacity_blocks * config.block.bytes / (1 << 30)
         points.setdefault(simulated.policy, []).append((gib, simulated.hit_rate))
     shown = [_hit_rates(points, "Hits of all tiers of a server.", "GiB")] if len(runs) > 1 else []
@@ -145,7 +167,7 @@ def stack_page(
         f"{rounded_bytes(config.block.bytes)} on {quantity(fleet.servers, 'server')}{routed}, at most "
         f"{fleet.concurrency} at once. The manager is the real one; its tiers kept keys and no bytes."
     )
-    name, best, _ = max(runs, key=lambda each: each[1].hit_rate)
+    name, best, _ = max(_sound(runs), key=lambda each: each[1].hit_rate)
     heading, tiles = f"{workload} through {run.stack_name}", [_tile(best.hit_rate, name)]
     if len(runs) > 1:
         chosen, simulated, costs = cheapest(runs)
