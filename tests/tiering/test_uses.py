@@ -13,6 +13,7 @@ from tests.tiering.conftest import BLOCK_BYTES, JOB_TIMEOUT_S, LARGE_BUDGETS, Be
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering.base import JobMetadata
 
 TIME_S = 60.0
 BYTES = 4096
@@ -298,3 +299,30 @@ def test_what_every_request_uses_outlives_what_none_uses_again(tier_type: str, t
     if tier_type != "memory":
         with open_stack(config) as stack:
             assert stack.contains(hot, timeout=TIME_S) == 8
+
+
+def test_nothing_is_stored_again_while_the_tiers_are_closed() -> None:
+    class EndingAtShutdown(UseNoting):
+        is_shut_down = False
+
+        def submit_store(self, job_metadata: JobMetadata) -> None:
+            assert not self.is_shut_down
+            super().submit_store(job_metadata)
+
+        def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+            assert not self.is_shut_down
+            super().touch(keys, req_context)
+
+        def shutdown(self) -> None:
+            self.is_shut_down = True
+            while self.jobs:
+                self.end(False, reason="shutdown")
+
+    bench = Bench({"store_budget": 2 * BLOCK_BYTES}, of_type=EndingAtShutdown)
+    bench.store(keys(0, 1, 2, 3), bench.request("burst"))
+    bench.load(keys(0, 1, 2, 3), bench.request("later"))
+    step(bench)
+    bench.clock.advance(TIME_S)
+    bench.manager.shutdown(0.0)
+    assert bench.manager.jobs_in_flight == 0, "else the memory stays mapped"
+    assert bench.counter("exceptions_total") == 0

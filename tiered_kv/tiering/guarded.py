@@ -224,9 +224,9 @@ class GuardedTier:
             self._count_failures(now_s)
         if self._has_clock:
             self.admission.tick()
-        if self.breaker.state is BreakerState.OPEN:
-            self.breaker.tick(now_s)
-        if self.breaker.state is not self._outages.noted_state or self._outages.is_on:
+        if self.breaker.state is not BreakerState.CLOSED or self._outages.is_on:
+            if self.breaker.state is BreakerState.OPEN:
+                self.breaker.tick(now_s)
             self._outages.follow(self.breaker, now_s, self.account.lost)
 
     def _collect(self) -> Sequence[tuple[SubmittedJob, JobResult]]:

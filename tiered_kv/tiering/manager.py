@@ -313,7 +313,7 @@ class TieringOffloadingManager(CalledManager):
         elif written:
             stored = [block.key for block in written]
             self._account.stored(stored)
-            self._uses.stores_left -= len(stored)
+            self._uses.count_stored(len(stored))
             tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
             self._cascade.commit(written, stored, tiers, self._context_of(req_context))
         if state is not None:
@@ -415,10 +415,8 @@ class TieringOffloadingManager(CalledManager):
             self._promotions.release_overdue(now_s)
         if self._requests.finished or "" in self._requests.states:
             self._end_finished(now_s)
-        if now_s >= self._uses.due_s or self._uses.stores_left <= 0:
-            self._uses.tell(now_s)
-        if self._uses.is_offering:
-            self._uses.offer(now_s)
+        if now_s >= self._uses.due_s:
+            self._uses.act(now_s)
         self._search.refresh(now_s)
 
     def _end_finished(self, now_s: float) -> None:
@@ -560,6 +558,7 @@ class TieringOffloadingManager(CalledManager):
 
     def _close_tiers(self, timeout_s: float) -> None:
         self.drain_jobs(timeout_s)
+        self._uses.stop()  # a job that begins from now on is not reported any more
         for guarded in self._tiers:
             for state in self._requests.states.values():
                 guarded.call("on_request_finished", state.req_context)

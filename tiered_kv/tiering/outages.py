@@ -49,14 +49,10 @@ class Outages:
         self._begun_s = 0.0
         self._cause = ""
         self._before = Lost(0, 0)
-        self._is_on = self._is_logged = False
+        self.is_on = self._is_logged = False
         self._unsaid = 0
         self._lines: deque[str] = deque(maxlen=4 * LOGGED_AT_ONCE)
         self._writing = BackgroundTask(self._write, f"tiered-kv-log-{tier}")
-
-    @property
-    def is_on(self) -> bool:
-        return self._is_on
 
     def follow(self, breaker: Breaker, now_s: float, lost: Callable[[], Lost]) -> None:
         """Note the breaker's state: each change, and in each step of an outage."""
@@ -65,14 +61,14 @@ class Outages:
             self._notice(f"breaker {breaker.state.name.lower().replace('_', ' ')}")
         if breaker.state is BreakerState.CLOSED:
             self.end(now_s, lost())
-        elif self._is_on:
+        elif self.is_on:
             self.go_on(now_s)
         else:
             self.begin(now_s, breaker.cause or "lookups fail, or are not answered in time", lost())
 
     def begin(self, now_s: float, cause: str, lost: Lost) -> None:
         """Note that the breaker has opened, and why."""
-        self._is_on, self._is_logged = True, False
+        self.is_on, self._is_logged = True, False
         self._begun_s, self._cause, self._before = now_s, cause, lost
         self.go_on(now_s)
 
@@ -91,7 +87,7 @@ class Outages:
 
     def end(self, now_s: float, lost: Lost) -> None:
         """Note that the breaker has closed; log it if its opening was logged."""
-        self._is_on = False
+        self.is_on = False
         self._unsaid += not self._is_logged
         if self._is_logged:
             stores, loads = (after - before for after, before in zip(lost, self._before, strict=True))

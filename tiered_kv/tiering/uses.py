@@ -8,6 +8,7 @@ tier lacks although it is used was refused, failed or was evicted. It is offered
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
@@ -47,13 +48,12 @@ class Uses:
         self._noted: list[list[OffloadKey]] = []
         self._room = NOTED_MAX if tiers else 0
         self._told: set[OffloadKey] = set()
-        self.due_s = 0.0
-        """When the tiers are told next."""
+        self.due_s = 0.0 if tiers else math.inf
+        """When `act` has something to do; in the past while blocks wait to be offered again."""
+        self._tell_s = self.due_s
         self._stores_max = max(1, primary.backend.num_blocks // STORED_SHARE)
-        self.stores_left = self._stores_max
-        """After how many more stored blocks they are told sooner; the manager counts them down."""
-        self.is_offering = False
-        """Whether blocks wait to be offered again."""
+        self._stores_left = self._stores_max
+        """After how many more stored blocks the tiers are told sooner."""
 
     def note(self, keys: Collection[OffloadKey]) -> None:
         """Note that a request uses blocks, which may be in the primary tier. Hot path: runs for each load."""
@@ -61,9 +61,26 @@ class Uses:
             self._room -= len(keys)
             self._noted.append([*keys])
 
+    def count_stored(self, blocks: int) -> None:
+        """Note that a request has stored blocks."""
+        self._stores_left -= blocks
+        if self._stores_left <= 0 and self._tell_s < math.inf:
+            self._tell_s = self.due_s = 0.0
+
+    def act(self, now_s: float) -> None:
+        """Tell the tiers if it is time, and offer lacking blocks to those that store nothing now."""
+        if now_s >= self._tell_s:
+            self.tell(now_s)
+        for lacked in self._tiers:
+            if lacked.wanted:
+                lacked.offer(now_s)
+        self._set_due()
+
     def tell(self, now_s: float, most: int | None = TOLD_AT_ONCE) -> None:
         """Touch the noted blocks in every tier, and find out which of them it lacks."""
-        self.due_s, self.stores_left = now_s + INTERVAL_S, self._stores_max
+        if self._tell_s == math.inf:
+            return
+        self._tell_s, self._stores_left = now_s + INTERVAL_S, self._stores_max
         if self._noted:
             noted, self._noted, self._room = self._noted, [], NOTED_MAX
             told = self._told
@@ -79,14 +96,7 @@ class Uses:
                 lacked.tell(keys)
         for lacked in self._tiers:
             lacked.take_absent(now_s)
-            self.is_offering |= bool(lacked.wanted)
-
-    def offer(self, now_s: float) -> None:
-        """Offer lacking blocks to the tiers that store nothing now."""
-        for lacked in self._tiers:
-            if lacked.wanted:
-                lacked.offer(now_s)
-        self.is_offering = any(lacked.wanted for lacked in self._tiers)
+        self._set_due()
 
     def clear(self) -> None:
         """Forget all blocks, at a reset."""
@@ -95,7 +105,15 @@ class Uses:
         self._told.clear()
         for lacked in self._tiers:
             lacked.clear()
-        self.is_offering = False
+
+    def stop(self) -> None:
+        """Tell and offer nothing any more: the tiers are being closed."""
+        self.clear()
+        self._room, self._tell_s = 0, math.inf
+        self.due_s = math.inf
+
+    def _set_due(self) -> None:
+        self.due_s = -math.inf if any(lacked.wanted for lacked in self._tiers) else self._tell_s
 
 
 class _Lacked:
