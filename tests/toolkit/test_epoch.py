@@ -268,19 +268,25 @@ def test_processes_share_blocks_again_after_one_drew_an_epoch_because_the_mark_w
 
 
 @pytest.mark.parametrize("lost", [None, b"damaged"])
-def test_a_process_that_was_reset_before_joins_an_epoch_that_was_drawn_later(
+def test_after_a_reset_and_a_loss_processes_share_the_epoch_of_the_reset_and_older_ones_stay_out(
     storage: Storage, lost: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = Epoch(storage)
+    older, running = Epoch(storage), Epoch(storage)
+    old = older.saved_value(NEVER)
     running.saved_value(NEVER)
-    running.renew()
+    value = running.renew()
     running.saved_value(NEVER)
     storage.data = lost
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + 60.0)
-    new = Epoch(storage).saved_value(NEVER)
-    check(running)
-    assert running.saved_value(NEVER) == new
+    _retired.pop(old, None)  # only the process that was reset has seen it: the others are other processes
+    later = Epoch(storage)
+    assert later.saved_value(NEVER) != value
+    for epoch in (older, running, later, older):
+        check(epoch)
+    assert running.saved_value(NEVER) == later.saved_value(NEVER) == stored_value(storage) == value
+    assert older.saved_value(NEVER) != value, "it may store what the reset was to remove"
+    assert running.repairs == later.repairs == 1
 
 
 def test_a_process_does_not_join_the_epoch_of_a_reset_after_the_mark_was_lost(storage: Storage) -> None:

@@ -14,9 +14,10 @@ Rules:
 3. A missing or damaged mark is replaced by a new one. The blocks are lost, and none comes back.
 4. A process whose mark is lost writes it again, also over a mark that it has seen retired. If another process may have
    been reset since, it writes a new mark instead: later processes find no blocks, rather than invalid ones.
-5. A process joins an epoch that another one drew because the mark was lost, and not by a reset. Such a mark has the
-   number 0, and was drawn after its own epoch, as a value's first 8 digits say: the time in seconds. A process whose
-   epoch another one has retired does not join it.
+5. A process of no reset joins an epoch that another one drew because the mark was lost, and not by a reset. Such a
+   mark has the number 0, and was drawn after its own epoch, as a value's first 8 digits say: the time in seconds. A
+   process whose epoch another one has retired does not join it. One that has been reset, or joined the epoch of a
+   reset, writes its own mark again, and processes that were opened after that reset join it.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ class Epoch:
         self._lock = threading.Lock()  # guards the two below; held for assignments only
         self._mark: EpochMark | None = None  # None before the first read of the storage and the first reset
         self._is_saved = False
+        self._opened_s = 0.0  # by the time of day
         self._checked_at_s = clock()
         self._must_recheck = False
         self.repairs = 0
@@ -223,12 +225,14 @@ class Epoch:
         if found is not None and not _is_retired(found.value):
             if found.value == mark.value:
                 return
-            if self._is_shared and _is_drawn_anew(found, mark):
-                if not is_over:
-                    self._join(mark, found)
+            is_anew = self._is_shared and _is_drawn_anew(found, mark)
+            if is_over and is_anew:
                 return
-            is_over = True
-            if found.number >= mark.number:
+            if self._is_shared and not is_over and self._may_join(found, mark, is_anew=is_anew):
+                self._join(mark, found)
+                return
+            is_over = not is_anew
+            if is_over and found.number >= mark.number:
                 _retire(mark.value)
                 return
             # The storage has an older mark, and another process may have been reset since: no mark is right.
@@ -240,6 +244,13 @@ class Epoch:
         self.repairs += 1
         self._warn("the storage has lost the epoch's mark, or has an older one; it was written again")
 
+    def _may_join(self, found: EpochMark, mark: EpochMark, *, is_anew: bool) -> bool:
+        """Return whether nothing in `found` is from before a reset that this process has to keep apart."""
+        if mark.number:
+            return False
+        opened_s = min(self._opened_s, mark.drawn_s)
+        return is_anew or (found.number > 0 and found.drawn_s + SKEW_S < opened_s)
+
     def _join(self, mark: EpochMark, found: EpochMark) -> None:
         with self._lock:
             if self._mark is not mark:  # a reset came meanwhile
@@ -247,8 +258,8 @@ class Epoch:
             self._mark = found
         self.repairs += 1
         self._warn(
-            "the storage had lost the epoch's mark, and another process drew a new one, which this process now uses "
-            "too; blocks from before are misses. Keep the mark from being evicted or deleted"
+            "the storage had lost the epoch's mark; this process now uses that of another process, and the blocks of "
+            "the epoch that it leaves are misses. Keep the mark from being evicted or deleted"
         )
 
     def _warn(self, about: str) -> None:
@@ -261,6 +272,7 @@ class Epoch:
             return saved.value
         data, found = self._read(deadline)
         if mark is None:
+            self._opened_s = time.time()
             settled = self._joined(data, found, deadline)
         else:
             settled = mark
