@@ -10,22 +10,25 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+from unittest import mock
 
 import numpy as np
 
+import tiered_kv_fs.tier
 from tests.support.disk_use import flush_file_system
-from tests.support.stacks import block_hashes, manager_of, stack_of
+from tests.support.stacks import block_hashes, forget_memory, manager_of, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack, open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import block_content, make_keys
+from tiered_kv_fs.blocks import TOUCH_INTERVAL_S
 
 BLOCK_BYTES: Final = 4096
 JOB_BLOCKS: Final = 4
@@ -143,13 +146,22 @@ class CrashScenario:
             _store_more(stack, found)
         return found
 
-    def opened(self, job_timeout_s: float = 30.0) -> Stack:
+    @contextmanager
+    def opened(self, job_timeout_s: float = 30.0) -> Iterator[Stack]:
         # A breaker that opens would hide what the tier does, and so would a lookup that a busy machine makes late.
         patient = {"breaker_failures": 1_000_000, "job_timeout": job_timeout_s, "lookup_timeout": job_timeout_s}
-        namespace = {"model": "crash", "tenant": self.tenant}
-        return open_stack(
-            stack_of({**patient, **self.entry}, block_bytes=BLOCK_BYTES, block={"tokens": 16}, namespace=namespace)
+        config = stack_of(
+            {**patient, **self.entry},
+            block_bytes=BLOCK_BYTES,
+            block={"tokens": 16},
+            namespace={"model": "crash", "tenant": self.tenant},
         )
+        # So small a directory turns over in a second, and blocks that are used meanwhile would outlive the newest job.
+        with (
+            mock.patch.object(tiered_kv_fs.tier, "_TOUCH_INTERVAL_MIN_S", TOUCH_INTERVAL_S),
+            open_stack(config) as stack,
+        ):
+            yield stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +213,7 @@ class _Writer:
 
     def _check(self, version: int) -> None:
         found = Found()
-        manager_of(self.stack).primary.reset_cache()
+        forget_memory(manager_of(self.stack))
         look(self.stack, self.scenario.keys, {version}, found, self.excuses)
         assert not found.problems, "; ".join(found.problems)
 
@@ -255,7 +267,7 @@ def _store_more(stack: Stack, found: Found) -> None:
             break
     if missing:
         found.problems.append(f"{missing} of {JOB_BLOCKS} new blocks are not stored: {stack.counters()}")
-    manager_of(stack).primary.reset_cache()
+    forget_memory(manager_of(stack))
     for key, answer in zip(keys, ask(stack, keys), strict=True):
         content = load(stack, key) if answer else None
         if content not in (None, block_content(key, BLOCK_BYTES, _VERSION_OF_NEW)):

@@ -156,9 +156,13 @@ def problems_at_rest(manager: TieringOffloadingManager, guard: GuardedBackend | 
     Every row is either free, with the bytes of a released block, or holds a ready block that nobody pins; nothing is in
     quarantine. Called on the manager's thread, with no open transfer of the engine.
     """
-    if not manager.drain_jobs(REST_LIMIT_S):
-        return [f"{manager.jobs_in_flight} jobs have not ended after {REST_LIMIT_S} s"]
-    manager.on_schedule_end()
+    late_s = time.monotonic() + REST_LIMIT_S
+    while True:
+        if not manager.drain_jobs(max(0.0, late_s - time.monotonic())):
+            return [f"{manager.jobs_in_flight} jobs have not ended after {REST_LIMIT_S} s"]
+        manager.on_schedule_end()
+        if not manager.jobs_in_flight:  # else used blocks that a tier lacks are stored again: that ends, too
+            break
     primary = manager.primary
     problems = []
     pinned = [block.block_id for block in primary.blocks.values() if block.ref_cnt]

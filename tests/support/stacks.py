@@ -50,6 +50,11 @@ def manager_of(stack: AnyStack) -> TieringOffloadingManager:
     return stack.observed().manager
 
 
+def forget_memory(manager: TieringOffloadingManager) -> None:
+    """Empty the primary tier and keep the tiers below, as a restart does; between calls, with no request open."""
+    manager._forget_primary()  # of the primary tier alone the manager would not know
+
+
 def stack_of(
     *tiers: Mapping[str, object],
     blocks: int = 16,

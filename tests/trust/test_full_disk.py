@@ -18,7 +18,7 @@ import pytest
 from tests.support.crash_scenario import BLOCK_BYTES, CrashScenario, ask, load, put
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs, small_tmpfs
 from tests.support.patient_nvme import waiting_until_closed
-from tests.support.stacks import manager_of
+from tests.support.stacks import forget_memory, manager_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.stack import Stack
@@ -61,7 +61,7 @@ def main() -> None:
             for start in range(0, len(keys), JOB_BLOCKS):
                 put(stack, keys[start : start + JOB_BLOCKS], 0)
                 assert stack.flush(30.0), "a job was not reported"
-            manager_of(stack).primary.reset_cache()
+            forget_memory(manager_of(stack))
             _, wrong = found(stack, keys)
             refused = sum(count_of(stack.secondary_tiers[0].stats(), name) for name in REFUSALS)
             filler.unlink()
@@ -86,7 +86,7 @@ def stored_again(stack: Stack) -> list[OffloadKey]:
         keys = make_keys(JOB_BLOCKS, f"again {time.monotonic_ns()}")
         put(stack, keys, 0)
         stack.flush(30.0)
-        manager_of(stack).primary.reset_cache()
+        forget_memory(manager_of(stack))
         if found(stack, keys) == (JOB_BLOCKS, 0):
             return keys
         time.sleep(0.1)

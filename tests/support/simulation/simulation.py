@@ -10,6 +10,7 @@ from random import Random
 from tests.support.simulation.scenario import Action
 from tests.support.simulation.storage import Mood, World
 from tests.support.simulation.tiers import SimulatedTier, SimulatedToolkitTier
+from tests.support.stacks import forget_memory
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
@@ -370,13 +371,13 @@ class Simulation:
             if all(key in tier.storage.records for tier in usable for key in keys):
                 break
             self._drain()
-            self.manager.primary.reset_cache()  # else a policy may keep them, and they are not offered again
+            forget_memory(self.manager)  # else a policy may keep them, and they are not offered again
         for tier in usable:
             assert all(key in tier.storage.records for key in keys), f"{tier.tier_type} is not stored to again"
         kept = [{key: tier.storage.records[key] for key in keys} for tier in usable]
         for tier, records in zip(usable, kept, strict=True):
             self._drain()  # what one tier gives may fill those above it
-            self.manager.primary.reset_cache()
+            forget_memory(self.manager)
             for other in self.tiers:
                 for key in keys:
                     other.storage.records.pop(key, None)
