@@ -316,6 +316,12 @@ def test_a_capacity_far_above_the_disk_has_segments_of_the_disk() -> None:
     assert Sizing.of(1 << 40, 65536, 64 * GIB, room_bytes=10 * GIB).segment_bytes == 64 * GIB, "as it was given"
 
 
+def test_segments_of_a_full_disk_are_chosen_for_the_time_when_it_has_space() -> None:
+    """They are at most 512, so least ones would never fill the capacity."""
+    sizing = Sizing.of(10 * GIB, 65536)
+    assert [Sizing.of(10 * GIB, 65536, room_bytes=room) for room in (0, 4096, 100_000)] == [sizing] * 3
+
+
 def test_opening_and_check_refuse_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,12 +34,13 @@ from tiered_kv.toolkit.small_files import (
     as_text,
     fields_of,
     has_name,
+    names_in,
     opened,
     read_file,
     replace_file,
 )
 from tiered_kv_fs.allocation import Allocation
-from tiered_kv_fs.full_disk import with_room
+from tiered_kv_fs.full_disk import FULL, with_room
 from tiered_kv_fs.names import LEDGER_NAME, LOCK_NAME, MARKER_NAME, NAMESPACE_NAME, SWEEP_NAME
 
 FORMAT_VERSION: Final = 1
@@ -66,7 +67,7 @@ def claimed(path: str, tier: str, *, private: bool, required_mount: str | None =
 
 
 class Directory:
-    """The directory. A missing one is made.
+    """The directory. A missing one is made. On a full disk without a block, its files are made later.
 
     Any thread may call, except the scheduler's: all calls may wait for the file system.
 
@@ -97,7 +98,8 @@ class Directory:
         try:
             self.make()
         except OSError as error:
-            raise self.claimed.unavailable(error) from error
+            if self._place is None or error.errno not in FULL:  # else the keeper makes the rest when there is space
+                raise self.claimed.unavailable(error) from error
 
     def make(self) -> None:
         """Check the directory, and make missing files in it.
@@ -116,14 +118,15 @@ class Directory:
             claimed = self.claimed
             # What is in the same directory was accepted at the opening: only the marker is missing.
             if self._place == place and os.path.isdir(self.namespace_path):
-                claimed = replace(claimed, own_names=frozenset(os.listdir(fd)))
+                claimed = replace(claimed, own_names=frozenset(names_in(fd)))
             claimed.check(fd)
+            self._place = place
+            # If the directory is removed while it is open, or was new on a full disk, a keeper may make these before
+            # the marker.
+            self.claimed = replace(self.claimed, own_names=frozenset({LOCK_NAME, LEDGER_NAME, SWEEP_NAME}))
             with_room(self.path, partial(claimed.mark, fd, {"tier": "fs"}))
         finally:
             os.close(fd)
-        self._place = place
-        # If the directory is removed while it is open, a keeper may make these anew before the marker.
-        self.claimed = replace(self.claimed, own_names=frozenset({LOCK_NAME, LEDGER_NAME, SWEEP_NAME}))
         with_room(self.path, self._make_namespace)
         for path in self._marks:  # a file of a few bytes takes what the file system allocates at once
             with suppress(FileNotFoundError):
@@ -144,7 +147,7 @@ class Directory:
         if self.claimed.private:
             fd = open_directory(self.namespace_path, make=False)
             try:
-                check_directory(fd, self.namespace_path, os.listdir(fd))
+                check_directory(fd, self.namespace_path, names_in(fd))
             finally:
                 os.close(fd)
         path = f"{self.namespace_path}/{NAMESPACE_NAME}"

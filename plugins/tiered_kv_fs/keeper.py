@@ -20,6 +20,7 @@ from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv.toolkit.small_files import words_of
 from tiered_kv_fs.directory import Directory, reason_of
+from tiered_kv_fs.full_disk import without_room
 from tiered_kv_fs.ledger import VALID_S, DirectoryLedger, Holder, LedgerState
 from tiered_kv_fs.sweeper import DirectorySweeper, Sweep
 
@@ -71,8 +72,9 @@ class Keeper:
         self._measure_after_s = 0.0
         self._ledger = DirectoryLedger(self.directory.path)
         self._sweeper = DirectorySweeper(self.directory, self._ledger, self._usable_bytes, self.counters, self.on_age)
-        with self._ledger.locked() as state:
-            self.used_bytes = state.total_bytes or 0  # as of the last use of the ledger; any thread may read it
+        self.used_bytes = 0  # as of the last use of the ledger; any thread may read it
+        with without_room(), self._ledger.locked() as state:
+            self.used_bytes = state.total_bytes or 0
         self._free_bytes = 0
         self._in_flight_bytes = 0
         self._valid_until_s = 0.0

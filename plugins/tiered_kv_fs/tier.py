@@ -29,6 +29,7 @@ from tiered_kv_fs.allocation import UNIT_BYTES_MIN, Allocation
 from tiered_kv_fs.blocks import TOUCH_INTERVAL_S, BlockFiles, Moved
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.epoch import EpochFile
+from tiered_kv_fs.full_disk import without_room
 from tiered_kv_fs.keeper import GRANTS_MIN, Keeper
 from tiered_kv_fs.settings import FsSettings
 
@@ -82,7 +83,8 @@ class FsTier(AsyncTier):
         save = partial(self._cache_epoch.try_to_save, _SHUTDOWN_TIMEOUT_S)
         self._saving = BackgroundTask(save, f"tiered-kv-{name}-reset")
         try:
-            self._cache_epoch.value(time.monotonic() + _OPEN_TIMEOUT_S)
+            with without_room():  # then the first store joins an epoch
+                self._cache_epoch.value(time.monotonic() + _OPEN_TIMEOUT_S)
             self._keeper = Keeper(
                 self._directory,
                 self._cache_epoch,

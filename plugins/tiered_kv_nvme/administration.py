@@ -35,7 +35,7 @@ from tiered_kv.toolkit.claimed import LOST_AND_FOUND, ClaimedDirectory, Identity
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.listed import Census
-from tiered_kv.toolkit.small_files import read_file
+from tiered_kv.toolkit.small_files import names_in, read_file
 from tiered_kv_nvme.directory import (
     LOCK_NAME,
     MARKER_NAME,
@@ -80,7 +80,7 @@ class NvmeAdministration(TierAdministration):
         with self._claimed.opened("purge") as fd:
             if fd is None:
                 return Purged(0, 0)
-            is_marked = MARKER_NAME in os.listdir(fd)
+            is_marked = MARKER_NAME in names_in(fd)
             names = {name for name, _ in _segments(fd, digest)}
             if not is_marked and not names:
                 return Purged(0, 0)
@@ -155,7 +155,7 @@ class NvmeAdministration(TierAdministration):
             os.unlink(EPOCH_NAME, dir_fd=fd)
         notes: tuple[str, ...] = ()
         foreign = Census()
-        for name in sorted(set(os.listdir(fd)) - {LOCK_NAME, MARKER_NAME, LOST_AND_FOUND} - stuck):
+        for name in sorted(set(names_in(fd)) - {LOCK_NAME, MARKER_NAME, LOST_AND_FOUND} - stuck):
             foreign.add_foreign(f"{self._path}/{name}", 0)
         if (lines := foreign.left()) or stuck:
             left += lines
@@ -188,7 +188,7 @@ def _segments(fd: int, digest: str) -> list[tuple[str, os.stat_result]]:
     pattern = segment_pattern(bytes.fromhex(digest))
     return [
         (name, os.stat(name, dir_fd=fd, follow_symlinks=False))
-        for name in sorted(os.listdir(fd))
+        for name in sorted(names_in(fd))
         if pattern.fullmatch(name)
     ]
 
@@ -298,7 +298,7 @@ class Inspection:
     ) -> Iterator[tuple[int, int, Segment | None]]:
         """Yield the slot and an open descriptor of each segment file, and the segment that `scan` reads there."""
         flags = OPEN_FLAGS if for_writing else _READ_FLAGS
-        for name in sorted(os.listdir(self.fd)):
+        for name in sorted(names_in(self.fd)):
             match = self._pattern.fullmatch(name)
             if match is None:
                 continue

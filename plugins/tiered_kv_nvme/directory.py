@@ -17,7 +17,7 @@ from tiered_kv.errors import TierBusyError
 from tiered_kv.file_systems import is_full, is_written_in_place, mount_of, write_in_place
 from tiered_kv.permissions import check_file
 from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute, refuse_other_device, walk
-from tiered_kv.toolkit.small_files import as_text, fields_of, has_name, remove
+from tiered_kv.toolkit.small_files import as_text, fields_of, has_name, names_in, remove
 from tiered_kv_nvme.direct import PROBE_NAME
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS
 from tiered_kv_nvme.epoch import EPOCH_NAME
@@ -131,7 +131,7 @@ class SegmentDirectory:
         if has_name(self.path, self.fd):
             if not has_name(LOCK_NAME, self._lock_fd, dir_fd=self.fd):
                 self._replace_lock(take_lock(self.fd, self.claimed))
-            names = frozenset(os.listdir(self.fd))
+            names = frozenset(names_in(self.fd))
             if MARKER_NAME not in names:  # what else is in it was accepted at the opening
                 self._check_marker(replace(self.claimed, own_names=names), self.fd)
             return
@@ -150,7 +150,7 @@ class SegmentDirectory:
     def _claim(self, fd: int) -> int:
         """Check, lock and mark a directory; return the descriptor of its lock file."""
         # Segments need no marker: a cleaner that deletes by age takes the small files first.
-        segments = {name for name in os.listdir(fd) if self._pattern.fullmatch(name)}
+        segments = {name for name in names_in(fd) if self._pattern.fullmatch(name)}
         claimed = replace(self.claimed, own_names=OWN_NAMES | segments)
         claimed.check(fd)
         if self.mount is not None and self.mount.copies_on_write:
@@ -188,7 +188,7 @@ class SegmentDirectory:
 
 def remove_leftovers(directory_fd: int) -> None:
     """Remove temporary files that a crash while opening may have left. Needs the lock."""
-    for name in os.listdir(directory_fd):
+    for name in names_in(directory_fd):
         if name == PROBE_NAME or (TEMPORARY.fullmatch(name) and MARKER_NAME in name):
             remove(name, dir_fd=directory_fd)
 

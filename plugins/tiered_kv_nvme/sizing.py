@@ -51,7 +51,8 @@ class Sizing:
     ) -> Sizing:
         """Return the sizing for blocks of `block_bytes`, stored with at most `overhead_bytes` more.
 
-        The directory can occupy `room_bytes` on its disk: a segment is a part of that, if it is less than the capacity.
+        The directory can occupy `room_bytes` on its disk: a segment is a part of that, if it is less than the capacity,
+        and enough for the least one.
         `descriptors_max` segments can be open. Raises `ConfigError`: the sizes do not fit; the message has valid ones.
         """
         stored_bytes = block_bytes + overhead_bytes
@@ -83,8 +84,9 @@ class Sizing:
         comfortable_bytes = segment_bytes_min(stored_bytes, KEY_BYTES_MAX, _BLOCKS_COMFORTABLE)
         if segment_bytes is None:
             usable_bytes = capacity_bytes
-            if room_bytes < capacity_bytes:  # rounded, so that the next opening chooses the same
-                usable_bytes = max(capacity_min, 1 << max(1, room_bytes).bit_length() - 1)
+            # On a full disk, segments are chosen for the time when it has space.
+            if capacity_min <= room_bytes < capacity_bytes:  # rounded, so that the next opening chooses the same
+                usable_bytes = max(capacity_min, 1 << room_bytes.bit_length() - 1)
             segment_bytes = _choose(usable_bytes, least_bytes, comfortable_bytes, descriptors_max)
         return cls(capacity_bytes, segment_bytes, descriptors_max)
 

@@ -41,6 +41,9 @@ class SmallDisk:
     def fill(self) -> None:
         self._limit = self._used()
 
+    def free(self) -> None:
+        self._limit = None
+
     def open(self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         inside = dir_fd is not None or str(path).startswith(str(self._path))
         if inside and self._counts_files and flags & os.O_CREAT and not os.path.lexists(path):
@@ -130,6 +133,25 @@ def test_a_full_disk_is_opened_reset_and_purged(open_rig: OpenRig, path: Path, d
         blocks, left = purge(path, digest)
         assert (bool(blocks), left) == (True, ())
     assert fs_blocks(path) == []
+
+
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_a_directory_without_a_block_on_a_full_disk_fails_stores_until_there_is_space(
+    open_rig: OpenRig, path: Path, disk: SmallDisk, is_claimed: bool
+) -> None:
+    path.mkdir(mode=0o700)
+    if is_claimed:
+        open_rig(namespace=OTHER).tier.shutdown()
+    disk.fill()
+    rig = open_rig()
+    keys = make_keys(4)
+    assert rig.store(keys).reason == "no_space"
+    assert not any(rig.lookup(key) for key in keys)
+    disk.free()
+    wait_until(lambda: rig.store(keys).success)
+    assert rig.load(keys) == set(keys)
+    rig.reopen()
+    assert all(rig.lookup(key) for key in keys)
 
 
 def test_two_tiers_store_on_a_full_disk(open_rig: OpenRig, path: Path, disk: SmallDisk) -> None:

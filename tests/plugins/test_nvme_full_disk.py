@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -91,9 +92,36 @@ def test_a_full_disk_opens_stores_evicts_and_is_purged(
     assert bench.put(store, newest).successful_keys is None
 
 
+class LateListings:
+    """os.listdir of a descriptor as on btrfs: it shows what was there when it was opened, or last read to its end."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._known: dict[int, list[str]] = {}
+        self._open, self._listdir = os.open, os.listdir
+        patch.setattr(os, "open", self.open)
+        patch.setattr(os, "listdir", self.listdir)
+
+    def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:  # Any: as of os.open
+        fd = self._open(path, flags, mode, dir_fd=dir_fd)
+        self._known.pop(fd, None)
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            self._known[fd] = self._listdir(fd)
+        return fd
+
+    def listdir(self, path: Any = ".") -> list[str]:
+        names = self._listdir(path)
+        if path not in self._known:
+            return names
+        known, self._known[path] = self._known[path], names
+        return [name for name in names if name in known]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
 def test_a_directory_that_is_new_on_a_full_disk_fails_stores_until_there_is_space(
-    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+    bench: StoreBench, is_late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if is_late:
+        LateListings(monkeypatch)
     for each in ("_GROW_RETRY_S", "_WATCH_S"):
         monkeypatch.setattr(f"tiered_kv_nvme.reclaimer.{each}", 0.01)
     bench.path.mkdir()
@@ -107,6 +135,7 @@ def test_a_directory_that_is_new_on_a_full_disk_fails_stores_until_there_is_spac
     bench.wait_until(lambda: bench.put(store, keys).successful_keys is None)
     bench.wait_until(lambda: all((bench.path / name).exists() for name in SMALL_FILES))
     store.close()
+    assert "is not empty and not a directory of this tier" not in caplog.text
     assert bench.get(bench.open(), keys) == set(keys)
 
 

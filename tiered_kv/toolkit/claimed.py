@@ -27,7 +27,7 @@ from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError, rem
 from tiered_kv.file_systems import mount_of
 from tiered_kv.permissions import NotPrivateError, check_directory, check_file, open_directory
 from tiered_kv.toolkit.codecs import CodecSettings
-from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, opened, replace_file
+from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, names_in, opened, replace_file
 
 TEMPORARY: Final = re.compile(r"\.[a-z.-]+\.[0-9a-f]{16}\.tmp")
 """A small file while it is written; see `small_files.replace_file`."""
@@ -221,7 +221,7 @@ class ClaimedDirectory:
 
     def _refuse_foreign(self, fd: int) -> set[str]:
         """Return the names in the directory; refuse foreign files without a marker."""
-        names = set(os.listdir(fd)) - {LOST_AND_FOUND}
+        names = set(names_in(fd)) - {LOST_AND_FOUND}
         if self.marker_name in names:
             return names
         ours = {name for name in names if name in self.own_names or TEMPORARY.fullmatch(name)}

@@ -137,6 +137,16 @@ def has_name(name: str, fd: int, *, dir_fd: int | None = None) -> bool:
         raise
 
 
+def names_in(fd: int) -> list[str]:
+    """Return the names in an open directory as they are now.
+
+    It is opened anew. btrfs shows a descriptor the entries of when it was opened, or last read to its end (Linux 6.18),
+    and `os.listdir` of one moves an offset that threads share.
+    """
+    with opened(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd) as again:
+        return os.listdir(again)
+
+
 def remove(path: str, *, dir_fd: int | None = None) -> bool:
     """Remove a file; return whether this call removed it."""
     with suppress(OSError):
