@@ -21,6 +21,8 @@ from tiered_kv_memory.settings import MemorySettings
 _Pair = tuple[OffloadKey, memoryview]
 _THREADS: Final = 4
 _ABSENT_MAX: Final = 4096
+_SWEEP_RECORDS: Final = 64
+"""Records from before a reset that a run of blocks releases."""
 _RUN_BLOCKS_MAX: Final = 8
 """Blocks that a thread transfers between two times that it holds the lock. If it takes the lock for each block of 64
 KiB, the threads wait for each other, and beside a scheduler's steps they move half as many blocks."""
@@ -61,7 +63,9 @@ class MemoryTier(BlockingTier):
         # `_records_lock`, as do the attributes below.
         self._records: OrderedDict[OffloadKey, _Record] = OrderedDict()
         self._records_lock = threading.Lock()
-        self._used_bytes = 0  # records, removed records that are still being read, and stores in flight
+        # Records, removed records that are still being read, those from before a reset, and stores in flight.
+        self._used_bytes = 0
+        self._remains: deque[OrderedDict[OffloadKey, _Record]] = deque()  # from before resets; nobody finds them
         self._counters = Counters(*own_names("memory"))
         self._absent: deque[OffloadKey] = deque(maxlen=_ABSENT_MAX)  # touched; the scheduler's
         self._events = EventLog(getattr(offloading_spec, "wants_events", False))
@@ -81,6 +85,7 @@ class MemoryTier(BlockingTier):
     def close(self) -> None:
         with self._records_lock:
             self._records.clear()
+            self._remains.clear()
             self._used_bytes = 0
 
     # The scheduler's thread.
@@ -109,8 +114,10 @@ class MemoryTier(BlockingTier):
     def reset_cache(self) -> bool:
         with self._records_lock:
             self.begin_epoch()
-            while self._records:
-                self._release(self._records.popitem(last=False)[1])
+            if self._records:  # to release a million records takes a second: stores and loads do it, in parts
+                self._remains.append(self._records)
+                self._records = OrderedDict()
+                self._sweep()
             self._events.clear()
         return True
 
@@ -152,6 +159,7 @@ class MemoryTier(BlockingTier):
         with self._records_lock:
             if self.part_epoch != self.epoch:
                 return {key: "reset" for key, _ in pairs}
+            self._sweep()
             absent = []
             for key, block in pairs:
                 if key in self._records:
@@ -180,6 +188,7 @@ class MemoryTier(BlockingTier):
         reasons: dict[OffloadKey, str] = {}
         found: list[tuple[OffloadKey, memoryview, _Record]] = []
         with self._records_lock:
+            self._sweep()
             for key, block in pairs:
                 record = self._records.get(key)
                 if record is None:
@@ -210,6 +219,9 @@ class MemoryTier(BlockingTier):
     def _make_room(self, wanted_bytes: int) -> bool:
         """Locked. Evict until `wanted_bytes` fit; return whether they do."""
         while self._used_bytes + wanted_bytes > self._capacity_bytes:
+            if self._remains:
+                self._sweep()
+                continue
             if not self._records:
                 return False
             key, record = self._records.popitem(last=False)
@@ -218,6 +230,15 @@ class MemoryTier(BlockingTier):
             self._counters.add("evicted_blocks_total")
             self._counters.add("wasted_bytes_total", count=0 if record.is_read else len(record.data))
         return True
+
+    def _sweep(self) -> None:
+        """Locked. Release some records from before a reset."""
+        if self._remains:
+            records = self._remains[0]
+            for _ in range(min(_SWEEP_RECORDS, len(records))):
+                self._release(records.popitem()[1])
+            if not records:
+                self._remains.popleft()
 
     def _release(self, record: _Record) -> None:
         """Locked. Release the memory of a removed record, at once or after its last load."""

@@ -110,6 +110,29 @@ def test_the_capacity_holds_while_threads_store_load_and_reset(make_rig: MakeRig
     assert tier.stats()["used_bytes"] == kept * RECORD_BYTES
 
 
+def test_a_reset_releases_what_it_forgets_in_parts_and_first_when_room_is_needed(make_rig: MakeRig) -> None:
+    """A reset of a million blocks does not stop the scheduler's thread for a second."""
+    capacity = 256 * RECORD_BYTES
+    rig = make_rig(capacity=capacity)
+    old, new = make_keys(256, "old"), make_keys(256, "new")
+    for at in range(0, 256, 64):
+        rig.store(old[at : at + 64])
+    rig.tier.reset_cache()
+    stats = rig.tier.stats()
+    assert (stats["blocks"], stats["used_bytes"] > capacity // 2) == (0, True), "it looks at all blocks"
+    assert not any(found(rig, old))
+    assert rig.load(old[:64]) == set()
+    for at in range(0, 256, 64):
+        rig.store(new[at : at + 64])
+        assert rig.tier.stats()["used_bytes"] <= capacity
+    assert all(found(rig, new)), "blocks from before a reset have kept others out"
+    assert rig.tier.stats()["used_bytes"] == capacity
+    rig.tier.reset_cache()
+    for _ in range(8):
+        rig.load(new[:1])
+    assert rig.tier.stats()["used_bytes"] == 0
+
+
 def test_events_tell_what_came_and_went(make_rig: MakeRig) -> None:
     rig = make_rig(capacity=2 * RECORD_BYTES)
     first, second, third = make_keys(3)

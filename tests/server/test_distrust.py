@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import threading
@@ -49,6 +50,13 @@ def greet_oddly(odd: dict[str, object], sock: socket.socket) -> bool:
     return welcome(sock, right_welcome(**odd), files())
 
 
+def on_disk(beside: Path) -> int:
+    """Return the descriptor of a file that is long enough, and that its server may cut."""
+    fd = os.open(f"{beside}-file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, ROWS * BLOCK_BYTES)
+    return fd
+
+
 def test_no_odd_welcome_ends_attaching(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -62,6 +70,11 @@ def test_no_odd_welcome_ends_attaching(
         lambda sock: welcome(sock, right_welcome(), files(rows_bytes=0)),
         lambda sock: welcome(sock, right_welcome(), files(generations_bytes=4)),
         lambda sock: welcome(sock, right_welcome(), [*os.pipe()]),
+        lambda sock: welcome(sock, right_welcome(), files(seals=fcntl.F_SEAL_GROW)),
+        lambda sock: welcome(sock, right_welcome(), files(seals=fcntl.F_SEAL_SHRINK)),
+        lambda sock: welcome(sock, right_welcome(), [on_disk(path), on_disk(path)]),
+        lambda sock: welcome(sock, right_welcome(), [*files(), socket.socket().detach()]),
+        lambda sock: welcome(sock, right_welcome(), [*files(), os.open("/dev/full", os.O_WRONLY)]),
         lambda sock: welcome(sock, b"{", files()),
         lambda sock: welcome(sock, b"[" * 30_000, files()),
         lambda sock: welcome(sock, b"\xff\xfe", files()),
@@ -92,7 +105,15 @@ def test_no_odd_welcome_ends_attaching(
         with serving(tmp_path):
             wait_until(lambda: cache.put(HASHES, BLOCKS) == 4)
             assert (cache.get(HASHES) == BLOCKS).all()
-    for said in ("(rows)", "(wait_s)", "rows from the server", "generations from the server", "has sent no memory"):
+    for said in (
+        "(rows)",
+        "(wait_s)",
+        "rows of a fixed size",
+        "a file of resets",
+        "rows from the server",
+        "generations from the server",
+        "has sent no memory",
+    ):
         assert said in caplog.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, Engine, keys_of, serving, stack_of
+from tiered_kv.permissions import check_file
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.protocol import Hello
@@ -113,6 +115,82 @@ def test_a_reset_through_both_ways_is_carried_out_once(tmp_path: Path) -> None:
             assert served.count(lambda host: host.epoch) == engine.manager.epoch == number
         engine.store(KEYS)
         assert engine.load(KEYS) == len(KEYS)
+
+
+def test_blocks_are_found_after_resets_that_the_server_carries_out_as_one(tmp_path: Path) -> None:
+    """The server counts fewer resets than the engine: what the engine stores then is none the less of after them."""
+    with serving(tmp_path) as served:
+        engine, other = served.engine(), served.engine()
+        is_held, goes_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            is_held.set()
+            goes_on.wait(WAIT_S)
+
+        served.server.call_soon(hold)
+        assert is_held.wait(WAIT_S)
+        for each in (engine, other, engine, other, engine):
+            each.manager.reset_cache()
+        goes_on.set()
+        for each in (engine, other):
+            each.step_until(lambda each=each: not each.manager.server._resets_owed)  # type: ignore[misc]
+        assert served.count(lambda host: host.epoch) < 5
+        before, epoch = engine.begin(), engine.manager.epoch
+        engine.store(KEYS)
+        assert other.load(KEYS) == len(KEYS)
+        other.manager.reset_cache()
+        other.step_until(lambda: not other.manager.server._resets_owed)
+        engine.store(KEYS, before)
+        engine.step_until(lambda: engine.manager.epoch > epoch)
+        assert engine.load(KEYS) == other.load(KEYS) == 0
+
+
+def test_an_engine_finds_its_blocks_after_every_restart_of_a_server_that_it_has_reset(tmp_path: Path) -> None:
+    engine = Engine(f"unix:{tmp_path}/cache.sock", "resets", settings=SETTINGS)
+    for number in range(4):
+        for _ in range(number):
+            engine.manager.reset_cache()  # no server runs
+        with serving(tmp_path):
+            engine.step_until(lambda: engine.manager.is_attached)
+            assert engine.load(KEYS) == 0
+            engine.store(KEYS)
+            assert engine.load(KEYS) == len(KEYS)
+        engine.step_until(lambda: not engine.manager.is_attached)
+    engine.close()
+
+
+def test_what_is_asked_after_a_reset_of_another_process_finds_nothing_from_before_it(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        notes = ResetNotes(f"{tmp_path}/cache.sock", SETTINGS)
+        for _ in range(8):
+            engine.store(KEYS)
+            assert engine.load(KEYS) == len(KEYS)
+            notes.note("")
+            assert engine.load(KEYS) == 0
+
+
+def test_a_reset_while_a_server_makes_the_file_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = reset_path(tmp_path / "cache.sock", "ab" * 16)
+
+    def noted_meanwhile(fd: int, name: str) -> os.stat_result:
+        status = check_file(fd, name)
+        with path.open("ab") as file:
+            file.write(b"r")
+        return status
+
+    monkeypatch.setattr("tiered_kv.server.reset_file.check_file", noted_meanwhile)
+    file = ResetFile(tmp_path / "cache.sock", "ab" * 16)
+    assert file.asked() != file.written
+    file.close()
+
+
+def test_what_is_no_file_keeps_no_reset_waiting(tmp_path: Path) -> None:
+    os.mkfifo(reset_path(tmp_path / "cache.sock", "ab" * 16))
+    asks = threading.Thread(target=ResetNotes(f"{tmp_path}/cache.sock", None).note, args=("ab" * 16,), daemon=True)
+    asks.start()
+    asks.join(WAIT_S)
+    assert not asks.is_alive()
 
 
 def test_a_server_that_dies_before_its_tiers_have_a_reset_resets_again(

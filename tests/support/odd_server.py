@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from tiered_kv.server import protocol
 from tiered_kv.server.protocol import Message
 
 ROWS = 16
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 Answer = Callable[[Message], Sequence[bytes]]
 """Returns the packets that answer a message."""
 
@@ -43,11 +45,14 @@ def body_of(fields: object) -> bytes:
     return fields if isinstance(fields, bytes) else json.dumps(fields).encode()
 
 
-def files(rows_bytes: int = ROWS * BLOCK_BYTES, generations_bytes: int = 4 * ROWS) -> list[int]:
+def files(
+    rows_bytes: int = ROWS * BLOCK_BYTES, generations_bytes: int = 4 * ROWS, seals: int = SIZE_SEALS
+) -> list[int]:
     """Return the descriptors of the rows and of their generations, of any size."""
-    found = [os.memfd_create("rows"), os.memfd_create("generations")]
+    found = [os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) for name in ("rows", "generations")]
     for fd, size_bytes in zip(found, (rows_bytes, generations_bytes), strict=True):
         os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     return found
 
 

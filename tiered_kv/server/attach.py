@@ -83,6 +83,8 @@ class HostLink:
         """The least number of free rows since a time."""
         self.workers = 0
         """Worker processes of the session that have the rows."""
+        self.resets_seen = -1
+        """Notes of resets (`ResetNotes.count`) that the server's epoch counts for certain."""
         self.pong = 0
         """The highest number of a PING that was answered."""
         self._generations = generations
@@ -340,18 +342,23 @@ class Attachment:
                 raise OSError("closed")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_BYTES)
             sock.connect(self._path)
+            notes = self.resets.count
             body = protocol.to_json(self.hello)
             with suppress(BrokenPipeError):  # it has refused this process already: what it sent comes next
                 sock.send(protocol.HEADER.pack(protocol.HELLO, 0, 0, 0, len(body)) + body)
             packet, fds = _receive(sock)
             welcome = welcome_of(packet)
-            check_files(fds[:2], welcome)
+            check_files(fds, welcome)
             self._check_blocks(welcome)
             if len(fds) > 2:
                 self.resets.adopt(fds[2])
+            is_noted_there = len(fds) > 2 and self.resets.number > 0
             region = map_host_region(fds[0], welcome.rows, welcome.row_bytes) if self._maps_rows else None
             try:
-                return HostLink(Channel(sock, UNREAD_BYTES_MAX), welcome, region, map_generations(fds[1], welcome.rows))
+                generations = map_generations(fds[1], welcome.rows)
+                link = HostLink(Channel(sock, UNREAD_BYTES_MAX), welcome, region, generations)
+                link.resets_seen = notes if is_noted_there else -1
+                return link
             except BaseException:
                 if region is not None:
                     region.close()

@@ -211,6 +211,8 @@ class ServerConnection:
             if message.number + self._epochs_before > self.epoch:
                 self._reset_s = self._clock()
             self._reach(message.number + self._epochs_before)
+            if not self._resets_owed:  # the server may have carried out several of this engine's as one, or before
+                self._epochs_before = self.epoch - message.number
         elif code == protocol.WORKERS:
             link.workers = message.number
         elif code == protocol.PONG:
@@ -237,7 +239,7 @@ class ServerConnection:
         if link.welcome.instance != self._instance:
             self._instance, self._epochs_before = link.welcome.instance, self.epoch
             self._resets_owed += self._clock() - self._reset_s < RESET_S
-        self._resets_owed = min(self._resets_owed, 1)
+        self._resets_owed = 0 if link.resets_seen == self._attachment.resets.count else min(self._resets_owed, 1)
         count = link.welcome.epoch + self._resets_owed
         self._reach(count + self._epochs_before)  # resets of others while this engine had no connection
         self._epochs_before = self.epoch - count

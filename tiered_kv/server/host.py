@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import attrgetter
@@ -47,8 +46,6 @@ KEYS_MAX: Final = 1 << 22
 KEYS_ALL_MAX: Final = 1 << 23
 """Keys of all sessions together."""
 ANSWER_S: Final = 1.0
-RESETS_S: Final = 0.1
-"""How often the file of resets is looked at."""
 FREE_MEMORY_S: Final = 5.0
 """How long to wait for memory of a killed server, which engines unmap when they see its end."""
 
@@ -138,7 +135,6 @@ class Host:
         self._begun = self._resets.written
         """Resets of the file that were begun."""
         self._is_written = True
-        self._looked_s = 0.0
         if self._resets.asked() != self._begun:  # while no server ran, or before the last one carried it out
             self._reset_all()
             self.index.forget(self.manager.primary.blocks)
@@ -211,8 +207,7 @@ class Host:
     def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
         """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
         self._steps += 1
-        if time.monotonic() - self._looked_s > RESETS_S:
-            self.look_for_resets()
+        self.look_for_resets()  # first: what is asked after a reset finds nothing from before it
         sessions = list(self.sessions.values())
         first = self._steps % max(1, len(sessions))
         for session in sessions[first:] + sessions[:first]:  # none is always the first to take the leases that are left
@@ -235,7 +230,6 @@ class Host:
 
     def look_for_resets(self) -> None:
         """Carry out what was asked for by the file alone: its process ended, or knew no server."""
-        self._looked_s = time.monotonic()
         if self._resets.asked() != self._begun:
             self.reset(None)
         elif not self._is_written and self.manager.has_saved_reset:

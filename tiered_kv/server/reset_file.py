@@ -28,7 +28,7 @@ from tiered_kv.stack_config import BlockSettings
 
 _WRITTEN: Final = struct.Struct("<q")
 _DIGEST_CHARACTERS: Final = 16
-_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW
+_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # what is no file, but a pipe, keeps nobody waiting
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class ResetFile:
 
     def __init__(self, socket_path: Path | None, namespace: str) -> None:
         self.fd = self._own_fd = -1
+        self._asked = 0
         folders = [] if socket_path is None else [socket_path.parent]
         folders += [Path(each) for each in os.environ.get("STATE_DIRECTORY", "").split(":")[:1] if each and folders]
         why = ""
@@ -69,8 +70,10 @@ class ResetFile:
         self.fd = os.open(path, os.O_WRONLY | os.O_APPEND | _FLAGS)
         if not os.path.samestat(status, os.fstat(self.fd)):
             raise FileExistsError(f"{path} was replaced")
-        if status.st_size < _WRITTEN.size:  # it is new; or its header is lost, so that a reset counts as asked for
-            os.pwrite(self._own_fd, _WRITTEN.pack(-1 if status.st_size else 0), 0)
+        if not status.st_size:
+            os.write(self.fd, _WRITTEN.pack(0))  # behind what a client appends now: then it is no header, but a reset
+        elif status.st_size < _WRITTEN.size:  # the header is lost, so that a reset counts as asked for
+            os.pwrite(self._own_fd, _WRITTEN.pack(-1), 0)
 
     def add(self) -> None:
         """Note a reset for a client that could not."""
@@ -79,8 +82,11 @@ class ResetFile:
                 os.write(self.fd, b"r")
 
     def asked(self) -> int:
-        """Return how many resets were asked for."""
-        return max(0, os.fstat(self._own_fd).st_size - _WRITTEN.size) if self._own_fd >= 0 else 0
+        """Return how many resets were asked for. It takes a microsecond."""
+        if self._own_fd >= 0:
+            with suppress(OSError):  # its file system has gone: so many as before
+                self._asked = max(0, os.fstat(self._own_fd).st_size - _WRITTEN.size)
+        return self._asked
 
     @property
     def written(self) -> int:
@@ -116,6 +122,8 @@ class ResetNotes:
         self._fd = -1
         self._noted: tuple[int, int, int] | None = None  # the file of the last note, and its number
         self._has_warned = False
+        self.count = 0
+        """How many resets were noted. The manager's thread alone changes it, after the note."""
 
     def adopt(self, fd: int) -> None:
         """Use a server's descriptor from now on; the caller closes the one that it gives."""
@@ -127,6 +135,12 @@ class ResetNotes:
 
     def note(self, namespace: str) -> None:
         """Append a reset to the file of a namespace; \"\" for that of the settings. It waits for no server."""
+        try:
+            self._note(namespace)
+        finally:
+            self.count += 1
+
+    def _note(self, namespace: str) -> None:
         is_kept = False
         with suppress(OSError), self._lock:
             self._noted = None

@@ -6,6 +6,7 @@ used without a further look: no row is outside the memory, and no access is behi
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from typing import Any, Final
@@ -18,6 +19,7 @@ from tiered_kv.server import protocol
 from tiered_kv.server.protocol import ProtocolError, Welcome
 
 _GENERATION_BYTES: Final = 4
+_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _WELCOME: Final = TypeAdapter(Welcome)
 
 
@@ -44,19 +46,35 @@ def welcome_of(packet: bytes) -> Welcome:
 
 
 def check_files(fds: list[int], welcome: Welcome) -> None:
-    """Check that the files of the rows and of their generations came, and are as long as the server says.
+    """Check that the files of the rows and of their generations came, and are and stay as long as the server says.
+
+    A third one, of resets, has to be a file: to write to another kind may wait.
 
     Raises:
         ConfigError: They are not.
     """
-    if len(fds) != 2:
+    if len(fds) < 2:
         raise ConfigError("the server has sent no memory")
+    if not all(stat.S_ISREG(os.fstat(fd).st_mode) for fd in fds[2:]):
+        raise ConfigError("expected a file of resets from the server, found none: replace the server")
     wanted = {"rows": welcome.rows * welcome.row_bytes, "generations": welcome.rows * _GENERATION_BYTES}
-    for fd, (name, size_bytes) in zip(fds, wanted.items(), strict=True):
+    for fd, (name, size_bytes) in zip(fds, wanted.items(), strict=False):
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size < size_bytes:
             found = format_bytes(status.st_size) if stat.S_ISREG(status.st_mode) else "no file of memory"
             raise ConfigError(f"expected {format_bytes(size_bytes)} of {name} from the server, found {found}")
+        if not _has_fixed_size(fd):
+            raise ConfigError(
+                f"expected {name} of a fixed size from the server, found a file that it may cut: replace it"
+            )
+
+
+def _has_fixed_size(fd: int) -> bool:
+    """Return whether the kernel refuses to change the size of a file (seals, fcntl(2))."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
+    except OSError:  # a file on a disk has no seals
+        return False
 
 
 def _checked(fields: dict[str, Any], body: bytes) -> Welcome:  # Any: JSON
