@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.host_server import BLOCK_BYTES, WAIT_S, Engine, keys_of, serving, stack_of
+from tests.support.host_server import BLOCK_BYTES, WAIT_S, Engine, Served, keys_of, serving, stack_of
 from tiered_kv.permissions import check_file
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.client import AttachedManager
@@ -117,21 +117,58 @@ def test_a_reset_through_both_ways_is_carried_out_once(tmp_path: Path) -> None:
         assert engine.load(KEYS) == len(KEYS)
 
 
+@contextmanager
+def held(served: Served) -> Iterator[None]:
+    """The server's thread reads nothing meanwhile."""
+    is_held, goes_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        goes_on.wait(WAIT_S)
+
+    served.server.call_soon(hold)
+    assert is_held.wait(WAIT_S)
+    yield
+    goes_on.set()
+
+
+def test_who_resets_twice_and_stores_at_once_finds_the_blocks(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(keys_of(1, first=20))
+        link = engine.manager.server.link
+        assert link is not None
+        engine.step_until(lambda: len(link.free) >= len(KEYS))
+        with held(served):
+            engine.manager.reset_cache()
+            engine.manager.reset_cache()
+            assert engine.store(KEYS) == KEYS
+        engine.step_until(lambda: not engine.manager.server._resets_owed)
+        assert engine.load(KEYS) == len(KEYS)
+
+
+def test_a_request_from_before_resets_whose_number_is_lost_with_the_connection_stores_nothing(tmp_path: Path) -> None:
+    """Others may have reset the namespace as often as the server has not for this engine."""
+    with serving(tmp_path) as served:
+        engine, other = served.engine(), served.engine()
+        with held(served):
+            for each in (engine, other, engine):
+                each.manager.reset_cache()
+            before = engine.begin()
+            engine.manager.poll()
+            served.disconnect("scheduler")
+        engine.step_until(lambda: engine.manager.server.losses and engine.manager.is_attached)
+        assert engine.store(KEYS, before) == []
+        assert engine.store(KEYS) == KEYS
+
+
 def test_blocks_are_found_after_resets_that_the_server_carries_out_as_one(tmp_path: Path) -> None:
     """The server counts fewer resets than the engine: what the engine stores then is none the less of after them."""
     with serving(tmp_path) as served:
         engine, other = served.engine(), served.engine()
-        is_held, goes_on = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            is_held.set()
-            goes_on.wait(WAIT_S)
-
-        served.server.call_soon(hold)
-        assert is_held.wait(WAIT_S)
-        for each in (engine, other, engine, other, engine):
-            each.manager.reset_cache()
-        goes_on.set()
+        with held(served):
+            for each in (engine, other, engine, other, engine):
+                each.manager.reset_cache()
         for each in (engine, other):
             each.step_until(lambda each=each: not each.manager.server._resets_owed)  # type: ignore[misc]
         assert served.count(lambda host: host.epoch) < 5

@@ -239,6 +239,8 @@ class ServerConnection:
         if link.welcome.instance != self._instance:
             self._instance, self._epochs_before = link.welcome.instance, self.epoch
             self._resets_owed += self._clock() - self._reset_s < RESET_S
+        elif self._resets_owed:  # what the server has made of them is not known, nor whether others have reset it
+            self._reach(self.epoch + 1)
         self._resets_owed = 0 if link.resets_seen == self._attachment.resets.count else min(self._resets_owed, 1)
         count = link.welcome.epoch + self._resets_owed
         self._reach(count + self._epochs_before)  # resets of others while this engine had no connection

@@ -135,6 +135,7 @@ class Host:
         self._begun = self._resets.written
         """Resets of the file that were begun."""
         self._is_written = True
+        self._seen = self._begun
         if self._resets.asked() != self._begun:  # while no server ran, or before the last one carried it out
             self._reset_all()
             self.index.forget(self.manager.primary.blocks)
@@ -204,10 +205,18 @@ class Host:
             wait_s=self.config.primary.request_wait,
         )
 
+    def see_resets(self) -> None:
+        """Note before messages are read how many resets the file has: the step carries out what no message asks for."""
+        self._seen = self._resets.asked()
+
     def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
         """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
         self._steps += 1
-        self.look_for_resets()  # first: what is asked after a reset finds nothing from before it
+        if self._seen != self._begun:
+            self.look_for_resets()  # first: what is asked after a reset finds nothing from before it
+        elif not self._is_written and self.manager.has_saved_reset:
+            self._is_written = True
+            self._resets.note_written(self._begun)
         sessions = list(self.sessions.values())
         first = self._steps % max(1, len(sessions))
         for session in sessions[first:] + sessions[:first]:  # none is always the first to take the leases that are left
@@ -232,9 +241,6 @@ class Host:
         """Carry out what was asked for by the file alone: its process ended, or knew no server."""
         if self._resets.asked() != self._begun:
             self.reset(None)
-        elif not self._is_written and self.manager.has_saved_reset:
-            self._is_written = True
-            self._resets.note_written(self._begun)
 
     def reset(self, by: HostSession | None, number: int = 0) -> None:
         """Forget every block, and tell all engines; only tell who asks, if this was done since the file's `number`."""
@@ -244,15 +250,17 @@ class Host:
         if by is not None and not number:
             self._resets.add()
         try:
-            self._reset_all()
+            self._reset_all(number)
         finally:  # also after a mistake of ours: requests of an epoch that is over find and store nothing
             self.generations.bump_all()
             self.index.forget(self.manager.primary.blocks)
             for session in self.sessions.values():
                 session.send(protocol.EPOCH, self.epoch, session is by)
 
-    def _reset_all(self) -> None:
-        self._begun, self._is_written = self._resets.asked(), False
+    def _reset_all(self, number: int = 0) -> None:
+        asked = self._resets.asked()
+        # Not all that were asked for: who resets twice, and stores then, counts two.
+        self._begun, self._is_written = min(number or asked, asked), False
         self.manager.reset_cache()
 
     def free(self, blocks: Collection[CPUBlock]) -> None:

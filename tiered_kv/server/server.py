@@ -96,6 +96,8 @@ class CacheServer:
     def turn(self, timeout_s: float) -> None:
         """Wait for messages, `timeout_s` at most, and answer them: one turn of `serve`."""
         found = self._selector.select(timeout_s)
+        for host in self._namespaces.hosts:
+            host.see_resets()
         for key, mask in found:
             self._trying(functools.partial(key.data, mask))
         for host in self._namespaces.hosts:
