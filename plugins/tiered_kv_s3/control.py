@@ -52,7 +52,7 @@ _BY_CLASS: Final = {
     "ResponseParserError": Verdict.BROKEN,
 }
 """By the name of an exception of boto3."""
-_NO_OBJECT: Final = frozenset({"NoSuchKey", "NoSuchVersion", "404"})
+NO_OBJECT: Final = frozenset({"NoSuchKey", "NoSuchVersion", "404"})
 """Error codes for a missing object; the last one is of an answer without a code."""
 _IGNORED: Final = "ignored"
 _NO_NEXT_PAGE: Final = "NoNextPage"
@@ -183,7 +183,7 @@ class Control:
             with found["Body"] as body:
                 return self._age_s(found), body.read(bytes_max)
         except BucketError as error:
-            if error.reason not in _NO_OBJECT:
+            if error.reason not in NO_OBJECT:
                 raise
             return math.inf, b""
         except failures:
@@ -198,7 +198,7 @@ class Control:
         try:
             return self._age_s(self._call("head", lambda client: client.head_object(Bucket=self._bucket, Key=name)))
         except BucketError as error:
-            if error.reason not in _NO_OBJECT:
+            if error.reason not in NO_OBJECT:
                 raise
             return None
 
@@ -288,7 +288,7 @@ class Control:
         refused: dict[tuple[str, str], str] = {}  # error codes by name and version
         for each in answer.get("Errors", ()):
             code = _valid_code(each.get("Code"))
-            if code in _NO_OBJECT:
+            if code in NO_OBJECT:
                 continue
             self._account.note_failure("delete", code, str(each.get("Message", "")))
             refused[each.get("Key", ""), each.get("VersionId", "")] = code
@@ -303,7 +303,7 @@ class Control:
             try:
                 self._call("delete", lambda client: client.delete_object(Bucket=self._bucket, **each))
             except BucketError as error:
-                return "" if error.reason in _NO_OBJECT else error.reason
+                return "" if error.reason in NO_OBJECT else error.reason
             return ""
 
         return [each.result() for each in run_all(delete, named, "tiered-kv-s3-delete", PARALLEL_DELETES)]
@@ -335,7 +335,7 @@ class Control:
         self, operation: str, code: str, words: str = "", status: int = 0, *, has_other: bool = False
     ) -> BucketError:
         level = logging.INFO if has_other and status in _UNKNOWN else logging.WARNING
-        if code in _NO_OBJECT and operation != "list":
+        if code in NO_OBJECT and operation != "list":
             message = self._account.sentence(code, words)
         else:
             message = self._account.note_failure(operation, code, words, level)

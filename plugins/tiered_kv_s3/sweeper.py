@@ -20,13 +20,13 @@ from tiered_kv.errors import ResourceError, TierError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.threads import BackgroundTask, start_thread
 from tiered_kv.toolkit.keys_only import KeyStore
-from tiered_kv_s3.control import DELETED_AT_ONCE, Control, Listed
+from tiered_kv_s3.control import DELETED_AT_ONCE, NO_OBJECT, Control, Listed
 from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.presence import ASKED_AT_ONCE, Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.turn import Swept, Turn
 from tiered_kv_s3.uses import BlockUses
-from tiered_kv_s3.verdict import Verdict
+from tiered_kv_s3.verdict import BucketError, Verdict
 
 CANDIDATES_MAX = 100_000
 """Blocks that a sweep deletes after one listing, to bound its memory; it lists again if there are more."""
@@ -80,12 +80,15 @@ class Sweeper:
         if age_s > self.renewed_s:
             self.renew(name)
 
-    def note_uses(self, names: Sequence[str]) -> None:
-        """Note uses in a tier above. Blocks that may be old are renewed if they are."""
+    def note_uses(self, names: Sequence[str]) -> set[str]:
+        """Note uses in a tier above, and return the blocks that are gone. Others are renewed if they are old."""
+        gone = self.uses.take_gone(names)
+        names = [name for name in names if name not in gone]
         self.uses.note_uses(names)
         for name in names if self.renewed_s < math.inf else ():
             if self.uses.age_s(name) > self.renewed_s:
                 self.renew(name)
+        return gone
 
     @property
     def renewed_s(self) -> float:
@@ -149,7 +152,11 @@ class Sweeper:
                     self._control.renew(name)
                     self.uses.note_age(name, 0.0)
                     self._counters.add("renewed_blocks_total")
-            except Exception:  # the block may be deleted meanwhile; its next use asks again
+            except BucketError as error:
+                if error.reason in NO_OBJECT:
+                    self._note_gone(name)
+                self._counters.add("failed_renewals_total")
+            except Exception:  # any exception of a library; the block's next use asks again
                 self._counters.add("failed_renewals_total")
 
     def _is_old(self, name: str) -> bool:
@@ -158,12 +165,15 @@ class Sweeper:
             return True  # it was when its renewal was asked for
         age_s = self._control.age_s(name)
         if age_s is None:
-            self._presence.note(name, Verdict.ABSENT, time.monotonic())
-            self.uses.forget(name)
+            self._note_gone(name)
             self._counters.add("failed_renewals_total")
             return False
         self.uses.note_age(name, age_s)
         return age_s > self.renewed_s
+
+    def _note_gone(self, name: str) -> None:
+        self._presence.note(name, Verdict.ABSENT, time.monotonic())
+        self.uses.note_gone(name)
 
     def _sweep_once(self) -> bool:
         """List and delete once; return whether there may be more to delete.
@@ -215,7 +225,7 @@ class Sweeper:
             gone = [each for at, each in enumerate(batch) if at not in found]
             self._counters.add("deleted_blocks_total", count=len(gone))
             for each in gone:
-                self._presence.note(each.name, Verdict.ABSENT, time.monotonic())
+                self._note_gone(each.name)
             deleted_bytes += sum(each.size_bytes for each in gone)
             refusals.update(found.values())
             first_gone = first_gone or frozenset(each.name for each in gone)

@@ -119,8 +119,9 @@ class S3Tier(BlockingTier):
     def _note_uses(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         epoch = self._epoch.value(time.monotonic() + _SHUTDOWN_S / 4)
         names = [self._naming.block(epoch, key) for key in keys]
-        self._sweeper.note_uses(names)
-        return [key for key, name in zip(keys, names, strict=True) if self._presence.known(name) in ABSENCE]
+        gone = self._sweeper.note_uses(names)
+        found = zip(keys, names, strict=True)
+        return [key for key, name in found if name in gone or self._presence.known(name) in ABSENCE]
 
     def close(self) -> None:
         self._bucket.close()

@@ -23,11 +23,15 @@ class BlockUses:
         self._lock = threading.Lock()  # guards the dictionary
         self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """When a block was stored (minus infinity if unknown) and last used; by `time.monotonic()`."""
+        self._gone: dict[str, None] = {}
+        """Of these, blocks that were found to be deleted, until `take_gone`."""
 
     def note_age(self, name: str, age_s: float) -> None:
         """Note how old a block is; one that was just stored, renewed or read counts as used."""
         now_s = time.monotonic()
         self._note(name, now_s - age_s, now_s)
+        with self._lock:
+            self._gone.pop(name, None)
 
     def note_listed(self, name: str, age_s: float) -> None:
         """Note how old a block is, which is no use."""
@@ -40,9 +44,19 @@ class BlockUses:
         for name in names:
             self._note(name, -math.inf, now_s)
 
-    def forget(self, name: str) -> None:
+    def note_gone(self, name: str) -> None:
+        """Note that a block has been deleted, by this process or another one."""
         with self._lock:
-            self._known.pop(name, None)
+            if self._known.pop(name, None) is not None and len(self._gone) < KNOWN_MAX:
+                self._gone[name] = None
+
+    def take_gone(self, names: Iterable[str]) -> set[str]:
+        """Return which of these blocks were deleted; each is returned once."""
+        with self._lock:
+            gone = {name for name in names if name in self._gone} if self._gone else set()
+            for name in gone:
+                del self._gone[name]
+            return gone
 
     def age_s(self, name: str) -> float:
         """Return a block's age; infinite if unknown."""

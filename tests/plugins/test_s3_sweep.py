@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from tiered_kv.errors import TierError, TierUnavailableError
+from tiered_kv.errors import TierError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.testing.control import wait_until
@@ -20,7 +20,7 @@ from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
-from tiered_kv_s3.verdict import Verdict
+from tiered_kv_s3.verdict import BucketError, Verdict
 
 NAMING = Naming("kv", bytes(16))
 EPOCH = "0123456789abcdef"
@@ -72,7 +72,7 @@ class SharedBucket:
 
     def renew(self, name: str) -> None:
         if name not in self.written_s:
-            raise TierUnavailableError("NoSuchKey")
+            raise BucketError("it is gone", "NoSuchKey", tier="s3", operation="copy", status=404)
         self.renewed.append(name)
         self.written_s[name] = self.now_s
 
@@ -211,6 +211,31 @@ def test_one_process_sweeps_for_all_and_the_others_renew_by_what_it_deletes() ->
         wait_until(lambda: bucket.renewed == [NAMES[12]], what="the renewal of an old block")
         first.sweep_in_turn()
         assert bucket.listings == listings + 1, "the one that sweeps goes on"
+
+
+def test_a_used_block_that_another_process_has_deleted_is_reported_once_and_until_it_is_stored_again() -> None:
+    bucket = SharedBucket(20)
+    first = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0]
+    second, _, counters = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)
+    with running(first), running(second):
+        for name in NAMES[:3]:
+            second.uses.note_age(name, 100.0)
+        first.sweep_in_turn()
+        second.sweep_in_turn()
+        assert second.note_uses(NAMES[:3]) == set()
+        wait_until(lambda: counters["failed_renewals_total"] == 3, what="renewals, which find nothing")
+        second.uses.note_age(NAMES[2], 0.0)
+        assert second.note_uses(NAMES[:3]) == set(NAMES[:2])
+        assert second.note_uses(NAMES[:3]) == set()
+
+
+def test_a_used_block_that_this_process_has_deleted_is_reported() -> None:
+    bucket = SharedBucket(6)
+    sweeper, _, _ = sweeper_of(bucket, capacity_bytes=4 * RECORD_BYTES)
+    with running(sweeper):
+        sweeper.note_uses(NAMES[:6])
+        sweeper.sweep()
+        assert sweeper.note_uses(NAMES[:6]) == set(NAMES[:6]) - set(bucket.written_s)
 
 
 def test_another_process_takes_over_when_the_one_that_swept_is_gone() -> None:
