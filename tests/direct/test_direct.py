@@ -187,6 +187,26 @@ def test_on_removed_gets_the_blocks_that_a_tier_loses(pool: Any) -> None:
     assert [key for _, keys in removed for key in keys] == lost
 
 
+def test_a_touched_block_outlives_blocks_that_were_stored_later(pool: Any) -> None:
+    keys = make_keys(6)
+    with open_direct(pool, {**MEMORY, "capacity": 5 * BLOCK_BYTES}) as tiers:
+        room = next(n for n in range(1, 7) if not _is_kept(tiers, keys, n))  # a record is larger than its block
+        tiers.reset()
+        for number, key in enumerate(keys[: room - 1]):
+            assert tiers.wait("store", [key], [number * BLOCK_BYTES]) == [True]
+        tiers.touch(keys[:1])
+        assert tiers.wait("store", [keys[room - 1]], [0]) == [True]
+        assert tiers.wait("contains", keys[:2]) == [True, False]
+        with pytest.raises(ValueError, match="a key is a block hash"):
+            tiers.touch([OffloadKey(b"")])
+
+
+def _is_kept(tiers: DirectTiers, keys: list[OffloadKey], number: int) -> bool:
+    """Store one more block, and return whether the first is still there."""
+    assert tiers.wait("store", [keys[number - 1]], [0]) == [True]
+    return tiers.wait("contains", keys[:1]) == [True]
+
+
 def test_a_reset_forgets_blocks_that_are_stored_in_flight_or_waiting(open_held: OpenHeld, gate: Gate) -> None:
     reports: list[Any] = []
     keys = make_keys(6)

@@ -13,13 +13,14 @@ from itertools import accumulate
 from queue import Empty, SimpleQueue
 from typing import Final
 
-from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Task, TierQueue
 from tiered_kv.errors import ShutdownError
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.search import ask_tier
+from tiered_kv.tiering.uses import TOLD_AT_ONCE
 
 _log = logging.getLogger(__name__)
 
@@ -127,6 +128,11 @@ class TierThread:
         timeouts_s = [queue.guarded.settings.lookup_timeout + TICK_S for queue in self.queues]
         task.until_s = [time.monotonic() + until_s for until_s in accumulate(timeouts_s)]
         self._lookups[task] = None
+
+    def touch(self, keys: list[OffloadKey]) -> None:
+        for queue in self.queues:
+            for start in range(0, len(keys), TOLD_AT_ONCE):
+                queue.guarded.call("touch", keys[start : start + TOLD_AT_ONCE], ReqContext())
 
     def reset(self) -> None:
         for queue in self.queues:

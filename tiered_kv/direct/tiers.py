@@ -1,4 +1,4 @@
-"""Secondary tiers over a host's memory: contains, store and load, from any thread."""
+"""Secondary tiers over a host's memory: contains, store, load and touch, from any thread."""
 
 from __future__ import annotations
 
@@ -166,6 +166,16 @@ class DirectTiers:
             raise ValueError(f"blocks to load must not overlap; two begin less than {self.block_bytes} bytes apart")
         self._thread.post(task)
 
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that blocks were used in the host's own memory: tiers that evict by use, or by age, keep them longer.
+
+        Name the blocks that were used last first, and those of a request head first. A call a second is enough.
+
+        Raises:
+            ValueError: A key is none.
+        """
+        self._thread.post(partial(self._thread.touch, _checked_keys(keys)))
+
     def wait(self, method: Kind, *args: Any, timeout_s: float | None = None) -> list[bool]:
         """Call a method with `args`, which omit the callback, and return the answers.
 
@@ -228,10 +238,7 @@ class DirectTiers:
     def _task(
         self, kind: Kind, keys: Sequence[OffloadKey], on_done: Done, offsets: Sequence[int] | None = None
     ) -> Task:
-        keys = list(keys)
-        for key in keys:
-            if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
-                raise ValueError(f"a key is a block hash and a 4-byte group index, by make_offload_key; found {key!r}")
+        keys = _checked_keys(keys)
         context = ReqContext(req_id=f"direct-{next(self._numbers)}")
         task = Task(kind, keys, on_done, context, begin_by_s=time.monotonic() + self._wait_s_max)
         if offsets is not None:
@@ -257,6 +264,13 @@ class DirectTiers:
             raise ValueError(f"blocks begin at 0 to {last} here; found {starts.min()} to {starts.max()}")
         checked: list[int] = starts.tolist()
         return checked
+
+
+def _checked_keys(keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+    for key in keys:
+        if not isinstance(key, bytes) or len(key) < _KEY_BYTES_MIN:
+            raise ValueError(f"a key is a block hash and a 4-byte group index, by make_offload_key; found {key!r}")
+    return list(keys)
 
 
 def _bytes_of(memory: Any, block_bytes: int) -> memoryview:  # Any: as in `DirectTiers`
