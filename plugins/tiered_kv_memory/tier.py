@@ -95,20 +95,26 @@ class MemoryTier(BlockingTier):
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         # The use is now, however late a worker reads the records.
-        self.touch(job_metadata.keys, job_metadata.req_context)
+        self._use(job_metadata.keys)
         super().submit_load(job_metadata)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._absent.extend(self._use(keys))
+
+    def take_absent(self) -> Iterable[OffloadKey]:
+        absent = list(self._absent)[::-1]
+        self._absent.clear()
+        return absent
+
+    def _use(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Move blocks to the end of the order of use, the first one last; return the missing ones."""
+        absent = []
         move_to_end = self._records.move_to_end
         for key in reversed(list(keys)):
             try:
                 move_to_end(key)
             except KeyError:
-                self._absent.append(key)
-
-    def take_absent(self) -> Iterable[OffloadKey]:
-        absent = list(self._absent)[::-1]
-        self._absent.clear()
+                absent.append(key)
         return absent
 
     def reset_cache(self) -> bool:

@@ -198,6 +198,16 @@ class TierConformance:
         assert rig.lookup(keys[0], second)
         assert rig.load(keys) == set(keys)
 
+    def test_of_touched_blocks_only_missing_ones_are_reported_absent(self, rig: TierRig) -> None:
+        keys, missing = make_keys(4), make_keys(4, "missing")
+        rig.store(keys)
+        rig.tier.touch([*keys, *missing], ReqContext())
+        rig.wait([rig.submit_load(missing)])  # a tier may find it out later, or never
+        absent = [*rig.tier.take_absent(), *rig.tier.take_absent()]
+        assert set(absent) <= set(missing), "the others are stored"
+        assert len(absent) == len(set(absent)), "each is reported once"
+        assert rig.load(keys) == set(keys)
+
     # -- jobs --------------------------------------------------------------------------------------
 
     def test_many_jobs_in_flight_are_each_reported_once(self, rig: TierRig) -> None:
