@@ -145,8 +145,8 @@ def test_without_any_extra_a_stack_says_which_one_it_needs(tmp_path: Path) -> No
 
 
 def test_the_author_of_a_tier_says_how_to_install_its_library() -> None:
-    advised = MissingExtraError("tier 'mine'", install="pip install tiered-kv-mine")
-    assert str(advised) == "tier 'mine' needs a library that is not installed: pip install tiered-kv-mine"
+    advised = MissingExtraError("tier 'mine'", install="pip install mine-client")
+    assert str(advised) == "tier 'mine' needs a library that is not installed: pip install mine-client"
     assert str(MissingExtraError("tier 'mine'", "mine")) == "tier 'mine' needs a library that is not installed"
     load = imported("mine.tier:Tier", library="no_such_library", install="pip install no-such-library")
     with pytest.raises(MissingExtraError, match=r"tier 'no_such_library' .*: pip install no-such-library$"):

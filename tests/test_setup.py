@@ -23,8 +23,8 @@ TEXTS = sorted(
 INSTALLS = re.compile(
     r"\b(?:pip3?|pipx|uv add|uv tool)\b[^\n`]*?\b(?:install|add|run)\b([^\n`]*)|^\s*(tiered-kv\S*)\s*$"
 )
-BY_NAME = re.compile(r"""(?<![\w./@-])tiered[-_]kv(?:\[[^\]]*\])?(?!["']?[\w./\[-]|["']?\s*@)""")
-"""The distribution without a path before it and without a place behind it."""
+BY_NAME = re.compile(r"""(?<![\w./@-])tiered[-_]kv[\w-]*(?:\[[^\]]*\])?(?!["']?[\w./\[-]|["']?\s*@)""")
+"""The distribution, or another of a name that begins so, without a path before it and without a place behind it."""
 LIBRARIES = {"redis": "redis", "s3": "boto3", "fs": "aiofiles", "events": "zmq", "metrics": "prometheus_client"}
 
 
@@ -73,7 +73,9 @@ def commands_that_install_by_name(text: str) -> Iterator[str]:
         ("/opt/tiered-kv/bin/pip install '.[redis]'", False),
         ("pip install dist/tiered_kv-0.1.0-py3-none-any.whl", False),
         ("pip install . ./examples/plugin_sqlite", False),
-        ("pip install tiered-kv-sqlite", False),
+        ("pip install tiered_kv-0.1.0-py3-none-any.whl", False),
+        ("pip install tiered-kv-sqlite", True),
+        ('("tier", install="pip install tiered-kv-mine")', True),
     ],
 )
 def test_what_installs_by_a_name_is_found(line: str, is_by_name: bool) -> None:

@@ -50,7 +50,7 @@ class MissingExtraError(ConfigError):
     Args:
         feature: The feature that needs the library, such as "tier 'redis'".
         extra: The extra of this distribution that has the library; empty for a library of another distribution.
-        install: What to do, of an author whose library no extra has, such as "pip install tiered-kv-other".
+        install: What to do, of an author whose library no extra has, such as "pip install other-client".
     """
 
     def __init__(self, feature: str, extra: str = "", *, install: str = "", location: str = "") -> None:

@@ -1,6 +1,6 @@
 """LMCache's server over an nvme tier: it stores, ends, and a second server finds what the first has stored.
 
-    python run.py
+    python examples/lmcache/run.py
 
 Everything it makes goes to ./lmcache-example. LMCache's own client plays the engine.
 """
