@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from tests.support.faulty import FourMethodTier
 from tests.support.pages import undescribed
 from tests.support.stacks import Register, stack_file
 from tiered_kv import __version__
+from tiered_kv._cli import output
 from tiered_kv.cli import main
 from tiered_kv.cpu.policies.recency import LRUPolicy
 from tiered_kv.hooks import PluginState, tier_plugins
@@ -159,8 +161,9 @@ def test_replay_counts_hits_by_tier_and_finds_no_corrupt_block(tmp_path: Path, c
 
 @pytest.mark.parametrize("verb", ["replay", "simulate"])
 def test_fewer_requests_than_were_asked_for_are_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
+    monkeypatch.setattr(output, "LINE_EVERY_S", math.inf)  # lines of progress, on a busy machine
     run = [verb, stack_file(tmp_path, MEMORY), "--requests", "30", "--json"]
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 16, "hash_ids": [1]}\n' * 3)

@@ -1,6 +1,6 @@
 """An SGLang engine with Tiered KV, end to end: it answers, ends, and a second one finds its pages.
 
-    python run.py
+    python examples/sglang/run.py
 
 Everything it makes goes to ./sglang-example: a small Llama of random weights, and the tier's directory.
 """

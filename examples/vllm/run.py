@@ -1,7 +1,7 @@
 """A vLLM engine on the CPU with Tiered KV, end to end: it answers, ends, and a second one finds its blocks.
 
-    python run.py our_stack.json        the whole stack as vLLM's spec
-    python run.py our_tiers.json        a tier of ours below vLLM's own tiering
+    python examples/vllm/run.py our_stack.json        the whole stack as vLLM's spec
+    python examples/vllm/run.py our_tiers.json        a tier of ours below vLLM's own tiering
 
 Everything it makes goes to ./vllm-example: a small Llama of random weights, and the tier's directory.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import pytest
 from tests.support.faulty import FourMethodTier
 from tests.support.secret_hunt import Sheet, new_marker
 from tests.support.stacks import Register, ReplaceModule, stack_file, stack_of
+from tiered_kv._cli import output
 from tiered_kv._cli.replay import replay_page
 from tiered_kv._cli.report.figures import SAMPLES_MAX, Sampler
 from tiered_kv._cli.report.page import Html, Run, element, table
@@ -171,7 +173,10 @@ def test_a_replay_says_which_blocks_were_computed_instead(tmp_path: Path, capsys
     assert "the load would have ended after the engine had computed the block" in parsed(page).main
 
 
-def test_a_page_shows_hostile_names_as_text(tmp_path: Path, hostile: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_shows_hostile_names_as_text(
+    tmp_path: Path, hostile: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "LINE_EVERY_S", math.inf)  # lines of progress, on a busy machine
     directory = tmp_path / HOSTILE.replace("/", "")
     directory.mkdir()
     stack = stack_file(directory, "type: hostile", capacity="256KiB")
