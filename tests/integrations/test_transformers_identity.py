@@ -138,5 +138,5 @@ class TestLayout:
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'tiered-kv\[transformers\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install .*'transformers>="):
         PrefixCache.open(None, {})
