@@ -399,6 +399,45 @@ def test_where_too_many_blocks_are_merged_they_are_cleared_and_counted(
     assert known == hashes(keys[4 * dropped :])
 
 
+class WatchedKeys(list[OffloadKey]):
+    """Keys that note which threads read them."""
+
+    readers: set[int] = set()  # noqa: RUF012  # shared by all of them, and emptied by the test
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        self.readers.add(threading.get_ident())
+        return super().__iter__()
+
+
+def test_a_step_merges_nothing(publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.exporters.event_queue.QUEUE_BATCHES_MAX", 2)
+    WatchedKeys.readers.clear()
+    keys = make_keys(40)
+    with Subscriber(publisher) as subscriber:
+        with stopped(publisher):
+            for key in keys:
+                publisher.publish([OffloadingEvent(WatchedKeys([key]), BLOCK_BYTES, "CPU", removed=False)])
+        subscriber.replay_until(lambda messages: index_of(messages) == {"CPU": HELD | hashes(keys)})
+    assert WatchedKeys.readers
+    assert threading.get_ident() not in WatchedKeys.readers
+
+
+@pytest.mark.parametrize("limit", ["UNMERGED_KEYS_MAX", "UNMERGED_BATCHES_MAX"])
+def test_what_waits_too_long_to_be_merged_is_cleared_and_counted(
+    limit: str, publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"tiered_kv.exporters.event_queue.{limit}", 4)
+    keys = make_keys(9)
+    with Subscriber(publisher) as subscriber:
+        with stopped(publisher):
+            for key in keys[:8]:
+                publisher.publish([stored(key)])
+        subscriber.replay_until(lambda messages: index_of(messages) == {} and len(messages) > 2)
+        assert publisher.snapshot()["dropped_event_batches_total"] == 8
+        publisher.publish([stored(keys[8])])
+        subscriber.replay_until(lambda messages: index_of(messages) == {"CPU": hashes(keys[8:])})
+
+
 def test_a_reset_among_merged_steps_is_published(publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiered_kv.exporters.event_queue.QUEUE_BATCHES_MAX", 2)
     keys = make_keys(8)
@@ -445,7 +484,7 @@ def test_an_address_that_is_none_is_refused(address: object) -> None:
 @pytest.mark.parametrize("library", ["zmq", "msgspec"])
 def test_without_its_libraries_it_names_the_extra(library: str, replace_module: ReplaceModule) -> None:
     replace_module(library)
-    with pytest.raises(MissingExtraError, match=r"'events' needs a library .*: pip install .*'pyzmq>="):
+    with pytest.raises(MissingExtraError, match=r"'events' needs a library .*'pyzmq.* \(the extra 'events'\)"):
         EventPublisher(SETTINGS)
 
 

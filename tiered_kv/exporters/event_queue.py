@@ -1,12 +1,12 @@
 """The queue of events: what the manager has reported and the publisher has not sent.
 
-The manager's thread adds one batch a step; the publisher's thread takes them. If too many wait, the oldest are merged:
-of each block in each tier only the last event is left, so a subscriber's index ends as if it had seen all of them.
+The manager's thread adds one batch a step, which appends it or drops it. The publisher's thread does the rest. If too
+many wait, it merges the oldest: of each block in each tier only the last event is left, so a subscriber's index ends as
+if it had seen all of them. If it comes too late for that, `AllBlocksCleared` stands for all that waited.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -20,6 +20,10 @@ QUEUE_BATCHES_MAX: Final = 1 << 12
 """Batches in the queue, one for each step; likewise."""
 MERGED_KEYS_MAX: Final = 1 << 17
 """Keys of the merged batches. Beyond it they are dropped, and `AllBlocksCleared` stands for them."""
+UNMERGED_KEYS_MAX: Final = 1 << 19
+"""Keys that wait until the publisher's thread merges them. Beyond it batches are dropped until that thread runs."""
+UNMERGED_BATCHES_MAX: Final = 1 << 15
+"""Batches, likewise."""
 
 
 class StepEvents(NamedTuple):
@@ -31,57 +35,77 @@ class StepEvents(NamedTuple):
 
 
 class EventQueue:
-    """Has a limit. The lock is held to take one batch out, never during I/O."""
+    """Has a limit, and no lock: a deque appends and pops atomically. Each field has one thread that writes it.
+
+    An overrun hands the batches over: the manager's thread, which sets `_is_overrun`, leaves them alone until the
+    publisher's has emptied them and resets it.
+    """
 
     def __init__(self) -> None:
-        self.dropped_batches = 0
         self._batches: deque[StepEvents] = deque()
-        self._added_keys = self._taken_keys = 0
-        self._taking = threading.Lock()
+        self._is_overrun = False
+        # Written by the manager's thread.
+        self._added_keys = self._refused_batches = 0
+        # Written by the publisher's thread.
+        self._taken_keys = self._dropped_batches = 0
         self._merged: _MergedBatches | None = None  # older than the batches
 
     def __bool__(self) -> bool:
-        return bool(self._batches) or self._merged is not None
+        return bool(self._batches) or self._merged is not None or self._is_overrun
+
+    @property
+    def dropped_batches(self) -> int:
+        return self._refused_batches + self._dropped_batches
 
     def add(self, events: Sequence[OffloadingEvent], *, is_cleared: bool = False) -> None:
         """Append a batch, whose keys must not change. The manager's thread calls this."""
-        batches = self._batches
-        self._added_keys += keys_of(events)
+        batches, keys = self._batches, keys_of(events)
+        waiting_keys = self._added_keys - self._taken_keys
+        if not self._is_overrun and batches:
+            self._is_overrun = waiting_keys + keys > UNMERGED_KEYS_MAX or len(batches) >= UNMERGED_BATCHES_MAX
+        if self._is_overrun:
+            self._refused_batches += 1
+            return
+        self._added_keys += keys
         batches.append(StepEvents(time.time(), is_cleared, events))
+
+    def merge(self) -> None:
+        """Merge the oldest batches if too many wait. The publisher's thread calls this, also while it sends others."""
+        batches = self._batches
+        if self._is_overrun:
+            self._dropped_batches += len(batches) + (self._merged.count if self._merged else 0)
+            batches.clear()
+            self._taken_keys = self._added_keys
+            self._merged = _MergedBatches(is_cleared=True)
+            self._is_overrun = False
         while len(batches) > 1 and (
             len(batches) > QUEUE_BATCHES_MAX or self._added_keys - self._taken_keys > QUEUE_KEYS_MAX
         ):
-            with self._taking:
-                if batches:  # the publisher may just have taken them
-                    self._merge(self._pop())
+            self._merged = self._merged or _MergedBatches()
+            self._dropped_batches += self._merged.add(self._pop())
 
     def take(self) -> StepEvents | None:
         """Return the oldest batch; None if there is none. The publisher's thread calls this."""
-        with self._taking:
-            merged, self._merged = self._merged, None
-            if merged is None:
-                return self._pop() if self._batches else None
-        return merged.as_batch()
+        self.merge()
+        merged, self._merged = self._merged, None
+        if merged is not None:
+            return merged.as_batch()
+        return self._pop() if self._batches else None
 
     def _pop(self) -> StepEvents:
         batch = self._batches.popleft()
         self._taken_keys += keys_of(batch.events)
         return batch
 
-    def _merge(self, batch: StepEvents) -> None:
-        if self._merged is None:
-            self._merged = _MergedBatches()
-        self.dropped_batches += self._merged.add(batch)
-
 
 class _MergedBatches:
-    """The last event of each block in each tier."""
+    """The last event of each block in each tier. Sets, which are updated in C: the scheduler may wait meanwhile."""
 
-    def __init__(self) -> None:
-        self._time_s = 0.0
-        self._count = 0
-        self._is_cleared = False
-        self._tiers: dict[str, dict[OffloadKey, bool]] = {}  # whether the block was removed, by medium and key
+    def __init__(self, *, is_cleared: bool = False) -> None:
+        self.count = 0
+        self._time_s = time.time()
+        self._is_cleared = is_cleared
+        self._tiers: dict[str, tuple[set[OffloadKey], set[OffloadKey]]] = {}  # by medium: stored, and removed
         self._block_size = 0
 
     def add(self, batch: StepEvents) -> int:
@@ -90,30 +114,32 @@ class _MergedBatches:
         if batch.is_cleared:
             self._clear()
         self._time_s = batch.time_s
-        self._count += 1
+        self.count += 1
         for event in batch.events:
             self._block_size = event.block_size
+            last, other = self._tiers.setdefault(event.medium, (set(), set()))[:: -1 if event.removed else 1]
             try:
-                self._tiers.setdefault(event.medium, {}).update(dict.fromkeys(event.keys, event.removed))
+                last.update(event.keys)
+                other.difference_update(event.keys)
             except TypeError:  # a third-party tier's keys that are none
                 dropped = 1
-        if sum(map(len, self._tiers.values())) > MERGED_KEYS_MAX:
-            dropped = self._count
+        if sum(len(each) for sets in self._tiers.values() for each in sets) > MERGED_KEYS_MAX:
+            dropped = self.count
             self._clear()
         return dropped
 
     def as_batch(self) -> StepEvents:
-        events = []
-        for medium, keys in self._tiers.items():
-            for removed in (True, False):
-                of_kind = [key for key, is_removed in keys.items() if is_removed is removed]
-                if of_kind:
-                    events.append(OffloadingEvent(of_kind, self._block_size, medium, removed))
+        events = [
+            OffloadingEvent(list(keys), self._block_size, medium, is_removed)
+            for medium, (stored, removed) in self._tiers.items()
+            for is_removed, keys in ((True, removed), (False, stored))
+            if keys
+        ]
         return StepEvents(self._time_s, self._is_cleared, events)
 
     def _clear(self) -> None:
         self._tiers.clear()
-        self._count, self._is_cleared = 0, True
+        self.count, self._is_cleared = 0, True
 
 
 def keys_of(events: Iterable[OffloadingEvent]) -> int:

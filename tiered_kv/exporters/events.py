@@ -175,6 +175,7 @@ class EventPublisher:
         for _ in range(STEP_WAITS_MAX):
             if not self._is_closing.is_set():
                 give_way(_POLL_MS / 1000)
+            self._queue.merge()
 
     def _send(self, time_s: float, events: Sequence[Fields]) -> None:
         payload = self._form.encode(time_s, events)
