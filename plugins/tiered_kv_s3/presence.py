@@ -15,12 +15,12 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.record import UNREADABLE_S
 from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.verdict import ABSENCE, Verdict
+from tiered_kv_s3.verdict import ABSENCE, UNHEARD, Verdict
 
 ANSWERS_MAX = 65_536  # answers that are kept; the oldest are removed first
 ASKED_AT_ONCE = 16  # parallel requests for one prefix
@@ -30,7 +30,10 @@ KEPT_S = {Verdict.UNANSWERED: 30.0, Verdict.UNREADABLE: UNREADABLE_S}  # how lon
 class Presence:
     """Looks blocks up, and keeps the answers. Any thread may call."""
 
-    def __init__(self, bucket: Bucket, counters: Counters, answer_ttl_s: float) -> None:
+    def __init__(
+        self, bucket: Bucket, counters: Counters, answer_ttl_s: float, on_silence: Callable[[], None] = lambda: None
+    ) -> None:
+        self._on_silence = on_silence  # called if the bucket has answered no request
         self._bucket = bucket
         self._counters = counters
         self._answer_ttl_s = answer_ttl_s
@@ -90,6 +93,8 @@ class Presence:
             self._answered_s = time.monotonic()
         if self._answered_s < asked_s:
             self._counters.add("unanswered_lookups_total", count=len(failed))
+            if UNHEARD.issuperset(verdicts):
+                self._on_silence()
             return verdicts
         self._counters.add("unanswered_blocks_total", count=len(failed))
         for name, verdict in failed:

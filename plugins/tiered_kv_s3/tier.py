@@ -11,7 +11,7 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.units import rounded_seconds
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.reasons import UNREADABLE
 from tiered_kv.threads import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
@@ -26,9 +26,10 @@ from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
 from tiered_kv_s3.epoch import EpochObject, Naming
 from tiered_kv_s3.presence import Presence
+from tiered_kv_s3.probe import BucketProbe
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
-from tiered_kv_s3.verdict import ABSENCE, BucketError, Verdict
+from tiered_kv_s3.verdict import ABSENCE, UNHEARD, BucketError, Verdict
 
 _PART_BYTES = 1  # one block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel
 _SHUTDOWN_S = 2.0
@@ -81,7 +82,10 @@ class S3Tier(BlockingTier):
             shutdown_timeout_s=_SHUTDOWN_S,
         )
         self._epoch = Epoch(EpochObject(self._bucket, self._naming.epoch, name), tier=name)
-        self._presence = Presence(self._bucket, self._counters, settings.presence_ttl)
+        self._probe = BucketProbe(
+            self._bucket, self._naming.no_block, settings.lookup_timeout, f"tiered-kv-{name}-probe"
+        )
+        self._presence = Presence(self._bucket, self._counters, settings.presence_ttl, self._probe.note_silence)
         self._loaded_s = -math.inf  # the last answer of the bucket to a load
         self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
         self._is_described = False
@@ -101,6 +105,9 @@ class S3Tier(BlockingTier):
         return self._transfer_one(self._load, keys, blocks)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        if self._probe.is_silent():
+            self._counters.add("unanswered_lookups_total", count=len(keys))
+            return [False] * len(keys)
         deadline = time.monotonic() + self._settings.lookup_timeout
         prefixes: dict[tuple[str, bytes], list[str]] = {}  # by request and KV cache group
         try:
@@ -112,6 +119,9 @@ class S3Tier(BlockingTier):
             return [name in existing for name in names]
         except Exception as error:
             self._counters.add("unanswered_lookups_total", count=len(keys))
+            is_silence = isinstance(error, (TierUnavailableError, TimeoutError))
+            if is_silence and (not isinstance(error, BucketError) or error.reason in UNHEARD):
+                self._probe.note_silence()  # of the epoch's mark, or of the provider of credentials
             if isinstance(error, BucketError):  # the request's failure is logged
                 return [False] * len(keys)
             raise
@@ -189,6 +199,7 @@ class S3Tier(BlockingTier):
         self._bucket.close()  # makes the requests in flight fail, so that the threads end
         super().shutdown()
         self._saving.join(_SHUTDOWN_S)
+        self._probe.stop(_SHUTDOWN_S)
         self._sweeper.join(_SHUTDOWN_S)
         self._control.close()
 

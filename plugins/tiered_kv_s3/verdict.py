@@ -57,6 +57,8 @@ _OF_SETTINGS = {Verdict.CREDENTIALS_EXPIRED, Verdict.NO_BUCKET, Verdict.DENIED, 
 RETRYABLE = frozenset({*_OF_SERVER, Verdict.CREDENTIALS, Verdict.REDIRECTED})
 FAILURES = RETRYABLE | _OF_SETTINGS | {Verdict.UNTRUSTED}
 ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
+UNHEARD = frozenset({Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN, Verdict.UNASKED})
+"""The server has not answered the request."""
 
 
 class BucketError(TierUnavailableError):

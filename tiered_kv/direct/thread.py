@@ -17,6 +17,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Task, TierQueue
 from tiered_kv.errors import ShutdownError
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.search import ask_tier
@@ -44,6 +45,7 @@ class TierThread:
 
     def __init__(self, on_removed: Callable[[str, Sequence[OffloadKey]], None] | None) -> None:
         self.queues: list[TierQueue] = []
+        self._log_limit = LogLimit()
         self.counters = Counters(("callback_errors_total",), ("tasks_total",))
         self._open: dict[Task, None] = {}
         self._on_removed = on_removed
@@ -237,8 +239,8 @@ class TierThread:
             callback(*args)
         except BaseException:  # SystemExit too: the thread continues
             self.counters.add("callback_errors_total")
-            if self.counters["callback_errors_total"] == 1:
-                _log.exception("a callback raised; further ones are only counted")
+            if self._log_limit.take() is not None:
+                _log.exception("a callback raised; %s", self._log_limit.about)
 
     def _end_soon(self, now_s: float) -> None:
         """Fail what waits, and shut down the tiers when no job is in flight or the timeout is over."""

@@ -22,6 +22,7 @@ from typing import Any, Final
 from tiered_kv.base import OffloadKey
 from tiered_kv.history.ledger import CPU, BatchFates, EndedRequest, Ledger, RequestLog
 from tiered_kv.history.tables import CHUNK_KEYS_MAX
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.reasons import Fate
 from tiered_kv.threads import give_way, start_thread
 
@@ -85,7 +86,7 @@ class BlockHistory:
         """Guards what follows; held for one chunk, never across I/O."""
         self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock())
         self._taken_keys = 0
-        self._has_failed = False
+        self._log_limit = LogLimit()
         self._batch: _Batch | None = None  # the rest of the batch that was taken last
         self._is_closing = threading.Event()
         self._thread = start_thread(self._run, "tiered-kv-history") if has_thread else None
@@ -265,7 +266,6 @@ class BlockHistory:
             try:
                 work(keys[start:end], *arguments)
             except Exception:  # the thread, and readers, go on without these keys
-                if not self._has_failed:
-                    self._has_failed = True
-                    _log.exception("the history lost keys: an unexpected error; further ones are not logged")
+                if self._log_limit.take() is not None:
+                    _log.exception("the history lost keys: an unexpected error; %s", self._log_limit.about)
             done += end - start + _KEYS_A_BATCH

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from tiered_kv.base import ReqContext
 from tiered_kv.errors import ResourceError
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.attached_request import AttachedRequest
 from tiered_kv.server.client import AttachedManager
@@ -40,16 +41,15 @@ class IdlePoll:
             self._thread.join()
 
     def _run(self) -> None:
-        has_failed = False
+        limit = LogLimit()
         while not self._over.wait(_PAUSE_S):
             try:
                 with self._lock:
                     if self._manager.is_unused and not self._over.is_set():
                         self._manager.poll()
             except Exception:  # without this thread, a dead server's memory would be kept for good
-                if not has_failed:
-                    _log.exception("the connection to the host's cache: an unexpected error; others are not logged")
-                has_failed = True
+                if limit.take() is not None:
+                    _log.exception("the connection to the host's cache: an unexpected error; %s", limit.about)
 
 
 class EngineManager(AttachedManager):

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Final
 
 from tiered_kv.errors import TieredKVError
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.server import protocol
 from tiered_kv.server.channel import Channel
 from tiered_kv.server.descriptors import connections_max
@@ -80,7 +81,7 @@ class CacheServer:
         self._is_stopping = False
         self._accepts_from_s: float | None = None
         """When connections are taken again; None while they are."""
-        self._logged: set[type[Exception]] = set()
+        self._log_limit = LogLimit()  # by the name of an exception's type
         namespaces.wake = self._wake
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, self._run_calls)
@@ -117,16 +118,15 @@ class CacheServer:
             self._trying(functools.partial(host.work, is_idle=not found))
 
     def _trying(self, call: Callable[[], object]) -> None:
-        """Make a call that belongs to no client. A mistake of ours is logged once, and the server goes on."""
+        """Make a call that belongs to no client. A mistake of ours is logged, and the server goes on."""
         try:
             call()
         except Exception as error:
             self._note(error)
 
     def _note(self, error: Exception) -> None:
-        if type(error) not in self._logged:
-            self._logged.add(type(error))
-            _log.exception("the server goes on after a mistake of ours; further ones of its kind are not logged")
+        if self._log_limit.take(type(error).__name__) is not None:
+            _log.exception("the server goes on after a mistake of ours; %s", self._log_limit.about)
 
     def _session_failed(self, session: object, error: Exception) -> None:
         """End the connections of a session that cannot be answered: its engine begins anew."""

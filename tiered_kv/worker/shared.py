@@ -22,6 +22,7 @@ from tiered_kv.cpu.region import (
 )
 from tiered_kv.errors import ConfigError, TieredKVError, needing_resources
 from tiered_kv.limits import refuse
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.stack import EngineStack, needs_of
 from tiered_kv.stack_config import StackConfig, load_config
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
@@ -157,13 +158,12 @@ class _SharedBackend(CPUBackend):
 
     def __init__(self, region: SharedRegion) -> None:
         super().__init__(region)
-        self._has_warned = False
+        self._log_limit = LogLimit()
 
     def get_num_free_blocks(self) -> int:
         if self.region.is_complete():
             return super().get_num_free_blocks()
-        if not self._has_warned:
-            self._has_warned = True
+        if self._log_limit.take() is not None:
             missing = ", ".join(self.region.missing_parties())
             _log.warning("nothing is stored or promoted until %s has mapped the engine's memory", missing)
         return 0
