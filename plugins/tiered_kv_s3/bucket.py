@@ -82,6 +82,7 @@ class Bucket:
         self._moved_s = -math.inf  # when the signer and the pool were given another region
         self._words: dict[Verdict, str] = {}  # what the server said last; any thread
         self._closing = threading.Event()
+        self.heard_s = -math.inf  # when the server last refused a request, by `time.monotonic()`; any thread
 
     def put(
         self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, *, only_if_absent: bool = False
@@ -334,6 +335,7 @@ class Bucket:
 
     def _verdict_of(self, answer: Answer, body: bytes) -> Verdict:
         """Return the verdict on a failure; go to another region if the server names it."""
+        self.heard_s = time.monotonic()
         verdict = verdict_of(answer, body)
         self._words[verdict] = words_in(answer, body)
         region = region_in(answer, body) if verdict is Verdict.MOVED else ""

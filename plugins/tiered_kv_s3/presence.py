@@ -93,7 +93,7 @@ class Presence:
             self._answered_s = time.monotonic()
         if self._answered_s < asked_s:
             self._counters.add("unanswered_lookups_total", count=len(failed))
-            if UNHEARD.issuperset(verdicts):
+            if UNHEARD.issuperset(verdicts) and self._bucket.heard_s < asked_s:
                 self._on_silence()
             return verdicts
         self._counters.add("unanswered_blocks_total", count=len(failed))

@@ -1,7 +1,7 @@
 """The probe of a bucket that does not answer: a background thread asks it, so that no request's lookup waits for it.
 
-A lookup that gets no answer starts the probe. Until the probe has an answer, lookups fail at once. A store or load is
-still sent: no request waits for a store, and blocks are loaded only after a lookup has found them.
+`SILENT_AFTER` lookups in a row that get no answer start the probe. Until the probe has an answer, lookups fail at once.
+A store or load is still sent: no request waits for a store, and blocks are loaded only after a lookup has found them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from tiered_kv.threads import BackgroundTask
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.verdict import UNHEARD
 
+SILENT_AFTER: Final = 3
+"""Lookups without an answer in a row: one lost answer is no outage."""
 PAUSE_MIN_S: Final = 0.05
 PAUSE_MAX_S: Final = 2.0
 
@@ -34,6 +36,7 @@ class BucketProbe:
         self._name = name
         self._timeout_s = timeout_s
         self._over = threading.Event()
+        self.silences = 0  # lookups in a row without an answer; a race miscounts by one
         self._is_silent = False  # set by lookups, reset by the probe
         self._asking = BackgroundTask(self._ask, thread_name)
 
@@ -45,7 +48,8 @@ class BucketProbe:
 
     def note_silence(self) -> None:
         """Note that the bucket has answered no request of a lookup."""
-        if not self._over.is_set():
+        self.silences += 1
+        if self.silences >= SILENT_AFTER and not self._over.is_set():
             self._is_silent = True
             self._asking.ask()
 
@@ -58,9 +62,10 @@ class BucketProbe:
         pause_s = PAUSE_MIN_S
         while self._is_silent and not self._over.is_set():
             with suppress(TierUnavailableError):  # there are no credentials
+                asked_s = time.monotonic()
                 (verdict,) = self._bucket.head_all([self._name], time.monotonic() + self._timeout_s)
-                if verdict not in UNHEARD:
-                    self._is_silent = False
+                if verdict not in UNHEARD or self._bucket.heard_s >= asked_s:
+                    self.silences, self._is_silent = 0, False
                     return
             self._over.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, PAUSE_MAX_S)

@@ -108,7 +108,8 @@ class S3Tier(BlockingTier):
         if self._probe.is_silent():
             self._counters.add("unanswered_lookups_total", count=len(keys))
             return [False] * len(keys)
-        deadline = time.monotonic() + self._settings.lookup_timeout
+        silences, asked_s = self._probe.silences, time.monotonic()
+        deadline = asked_s + self._settings.lookup_timeout
         prefixes: dict[tuple[str, bytes], list[str]] = {}  # by request and KV cache group
         try:
             epoch = self._epoch.value(deadline)
@@ -116,11 +117,17 @@ class S3Tier(BlockingTier):
             for req_id, key, name in zip(self.probe_req_ids, keys, names, strict=True):
                 prefixes.setdefault((req_id, key[-4:]), []).append(name)
             existing = self._presence.ask([*prefixes.values()], deadline)
+            if self._probe.silences == silences:
+                self._probe.silences = 0
             return [name in existing for name in names]
         except Exception as error:
             self._counters.add("unanswered_lookups_total", count=len(keys))
             is_silence = isinstance(error, (TierUnavailableError, TimeoutError))
-            if is_silence and (not isinstance(error, BucketError) or error.reason in UNHEARD):
+            if (
+                is_silence
+                and (not isinstance(error, BucketError) or error.reason in UNHEARD)
+                and self._bucket.heard_s < asked_s
+            ):
                 self._probe.note_silence()  # of the epoch's mark, or of the provider of credentials
             if isinstance(error, BucketError):  # the request's failure is logged
                 return [False] * len(keys)
