@@ -198,6 +198,29 @@ def test_a_put_names_each_block_to_the_manager_once() -> None:
         assert (stack.get(keys, timeout=WAIT_S) == content[:256]).all()
 
 
+@pytest.mark.parametrize("kept", ["all", "all by one of two", "none without time", "none", "those of before"])
+def test_a_put_counts_what_a_tier_has_taken_or_memory_has(held: dict[str, object], gate: Gate, kept: str) -> None:
+    """It asks tiers for blocks only if none has taken some of them: to ask each time would cost a request of it."""
+    late = {**TIERS["memory"], "name": "late", "admit_after": 2}
+    entries = {"all by one of two": [late, held], "none": [late]}.get(kept, [held])
+    with open_stack(stack_of(*entries)) as stack:
+        keys, content = value_of(0, 40)
+        if kept == "those of before":
+            gate.close()
+            assert stack.put(keys[:4], content[:4], timeout=WAIT_S) == 4  # these transfers use up the budget
+            assert stack.put(keys[4:8], content[4:8], timeout=0) == 4
+            gate.open()
+            assert stack.flush(WAIT_S)
+        if kept == "none without time":
+            gate.close()
+        put = stack.put(keys, content, timeout=0 if kept == "none without time" else WAIT_S)
+        gate.open()
+        assert stack.flush(WAIT_S)
+        assert put <= stack.contains(keys, WAIT_S)
+        assert (stack.get(keys, timeout=WAIT_S)[:put] == content[:put]).all()
+        assert (put == 40) is (kept not in ("none", "none without time"))
+
+
 def test_a_put_evicts_none_of_its_blocks_for_its_later_ones(gate: Gate) -> None:
     """It waits for the rows that another call reads, and gets those of other calls."""
     with open_stack(stack_of(blocks=64)) as stack, ThreadPoolExecutor(1) as pool:

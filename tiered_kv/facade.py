@@ -33,8 +33,6 @@ class BlockFacade(StackCalls[M]):
 
     _batch_blocks: int
     """Blocks that one call moves at a time; at most the smallest tier's budget in flight."""
-    _is_told_late = False
-    """Whether the manager hears later than at the store that a block has found no room."""
 
     def _keys_of(self, block_hashes: Sequence[bytes]) -> list[OffloadKey]:
         return keys_of(block_hashes)
@@ -52,7 +50,7 @@ class BlockFacade(StackCalls[M]):
 
         Blocks are stored in the primary tier, and go to the secondary tiers in the background. `put` waits while their
         store budgets are used up. Without secondary tiers, no more blocks are stored than the primary tier holds: each
-        further block would evict one before it.
+        further block would evict one before it. Of blocks that no tier has taken, those that are still there count.
 
         Args:
             keys: Block hashes, in the order of their prefix. A hash that appears twice is stored once, with its first
@@ -202,7 +200,7 @@ class BlockFacade(StackCalls[M]):
                 else:
                     pause_s = pause(pause_s)  # not for a message: each refusal is one
             # Later blocks, also of other calls, may have taken the room of the first ones.
-            if batches > 1 and (self._is_told_late or not has_secondary):
+            if batches > 1 and not self._manager.has_kept(context):
                 done = self._follow(keys[:done], context, end_s, self._manager.contains_many)
             return 0 if self._manager.is_outdated(context) else done
 

@@ -136,6 +136,10 @@ class ProgramManager(AttachedManager, CalledManager):
     def is_outdated(self, req_context: ReqContext) -> bool:
         return self._request_of(req_context).is_outdated
 
+    def has_kept(self, req_context: ReqContext) -> bool:
+        """Return False: only the server knows."""
+        return False
+
     def spare_own(self, req_context: ReqContext) -> None:
         """Do nothing: the server evicts the blocks of the request that was used last after all others."""
 
@@ -186,8 +190,6 @@ class HostStack(BlockFacade[ProgramManager]):
     Args:
         attachment: Has a connection.
     """
-
-    _is_told_late = True
 
     def __init__(self, attachment: Attachment) -> None:
         manager = ProgramManager(attachment, on_attached=self._attached)

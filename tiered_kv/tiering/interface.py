@@ -132,6 +132,10 @@ class CalledManager(CacheManager):
         """Return whether a request began before a reset."""
 
     @abstractmethod
+    def has_kept(self, req_context: ReqContext) -> bool:
+        """Return whether secondary tiers have taken all blocks of a request; later ones may have evicted others."""
+
+    @abstractmethod
     def spare_own(self, req_context: ReqContext) -> None:
         """Evict none of a request's blocks for its later ones: without secondary tiers they would be lost."""
 

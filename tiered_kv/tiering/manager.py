@@ -299,6 +299,7 @@ class TieringOffloadingManager(CalledManager):
             state.stores.note(keys)
             if output is not None:
                 state.stores.pending += len(output.keys_to_store)
+                state.stores.is_kept &= len(output.keys_to_store) == len(keys)  # tiers may have skipped the others
         if output is not None and len(output.keys_to_store) < len(keys):
             self._uses.note(keys)
         return output
@@ -315,7 +316,9 @@ class TieringOffloadingManager(CalledManager):
             self._account.stored(stored)
             self._uses.count_stored(len(stored))
             tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
-            self._cascade.commit(written, stored, tiers, self._context_of(req_context))
+            is_kept = self._cascade.commit(written, stored, tiers, self._context_of(req_context))
+            if state is not None and not is_kept:
+                state.stores.is_kept = False
         if state is not None:
             state.stores.pending -= len(written)
             if state.is_finished and state.stores.pending <= 0 and not state.stores.unready:
@@ -453,6 +456,10 @@ class TieringOffloadingManager(CalledManager):
 
     def stores_nothing_of(self, req_context: ReqContext) -> bool:
         return self.is_outdated(req_context) or self.primary.hints_of(req_context).skips_store
+
+    def has_kept(self, req_context: ReqContext) -> bool:
+        state = self._requests.get(req_context)
+        return bool(self._tiers) and state is not None and state.stores.is_kept
 
     def is_outdated(self, req_context: ReqContext) -> bool:
         return self.primary.is_outdated(req_context)

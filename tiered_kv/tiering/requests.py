@@ -107,6 +107,8 @@ class StoreState:
     """Tiers that want all of its blocks when it ends."""
     keys: dict[OffloadKey, None] = field(default_factory=dict)
     """All keys of the request, in order; empty without `request_level`."""
+    is_kept: bool = True
+    """Whether a tier has taken each of its blocks as it was stored, so that the primary tier may evict it."""
     unready: list[OffloadKey] = field(default_factory=list)
     """Once it is finished: its keys that are being written for other requests."""
 

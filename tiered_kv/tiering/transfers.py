@@ -24,8 +24,12 @@ class Cascade:
 
     def commit(
         self, written: list[CPUBlock], keys: list[OffloadKey], tiers: Iterable[GuardedTier], req_context: ReqContext
-    ) -> None:
-        """Make the blocks that an engine has just written ready, and offer them to `tiers`; `keys` are their keys."""
+    ) -> bool:
+        """Make the blocks that an engine has just written ready, and offer them to `tiers`; `keys` are their keys.
+
+        Returns:
+            Whether one of the tiers has selected all of them.
+        """
         selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written, req_context))]
         if all(len(blocks) == len(written) for _, blocks in selections):
             # The usual case: no pass over the blocks for each tier.
@@ -37,6 +41,7 @@ class Cascade:
             self._primary.unpin(written)
         self._primary.note_stored(keys)
         self._submit(selections, req_context, keys)
+        return any(len(blocks) == len(written) for _, blocks in selections)
 
     def offer(self, ready: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
         """Offer blocks that are already ready to `tiers`."""
