@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Final, overload
 
 import numpy as np
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tiered_kv.buffers import AnyBuffer
 
 _Ask = Callable[[Sequence[OffloadKey], ReqContext], list[bool | None]]
+_COUNT_STALL_S: Final = 0.5
+"""How long a `put` whose time is over waits for the next answer when it counts. Else it would count nothing then."""
 
 
 class BlockFacade(StackCalls[M]):
@@ -201,7 +203,7 @@ class BlockFacade(StackCalls[M]):
                     pause_s = pause(pause_s)  # not for a message: each refusal is one
             # Later blocks, also of other calls, may have taken the room of the first ones.
             if batches > 1 and not self._manager.has_kept(context):
-                done = self._follow(keys[:done], context, end_s, self._manager.contains_many)
+                done = self._follow(keys[:done], context, end_s, self._manager.contains_many, stall_s=_COUNT_STALL_S)
             return 0 if self._manager.is_outdated(context) else done
 
     def _flush(self, end_s: float) -> bool:
@@ -232,20 +234,30 @@ class BlockFacade(StackCalls[M]):
         return taken if out is not None or self.epoch == epoch else 0
 
     def _follow(
-        self, keys: Sequence[OffloadKey], context: ReqContext, end_s: float, ask: _Ask, out: Blocks | None = None
+        self,
+        keys: Sequence[OffloadKey],
+        context: ReqContext,
+        end_s: float,
+        ask: _Ask,
+        out: Blocks | None = None,
+        *,
+        stall_s: float = 0.0,
     ) -> int:
-        """Return what `_prefix` does, for a request that has begun."""
+        """Return what `_prefix` does, for a request that has begun; after `end_s` wait `stall_s` for each answer."""
         taken, count, pause_s = 0, len(keys), PAUSE_MIN_S
+        stalled_s = time.monotonic() + stall_s if stall_s else end_s
         while taken < count:
             wanted = keys[taken : min(taken + self._batch_blocks, count)]
             ready, known = self._take(wanted, None if out is None else out[taken:], context, ask)
             taken += ready
             if known < len(wanted):  # a miss: the blocks after it are useless
                 count = taken - ready + known
-            if ready < len(wanted) and time.monotonic() >= end_s:
+            if ready < len(wanted) and time.monotonic() >= max(end_s, stalled_s):
                 break  # also if a slow tier loads one block after another
             if ready:
                 pause_s = PAUSE_MIN_S
+                if stall_s:
+                    stalled_s = time.monotonic() + stall_s
             elif taken < count:
                 pause_s = self._pause(pause_s)
         return taken

@@ -12,6 +12,7 @@ import pytest
 
 import tiered_kv
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, serving, stack_of
+from tiered_kv import facade
 from tiered_kv.server import connect, protocol
 
 
@@ -57,6 +58,20 @@ def test_a_put_counts_what_is_then_found(tmp_path: Path) -> None:
         put = cache.put(hashes, np.zeros((64, BLOCK_BYTES), np.uint8), timeout=WAIT_S)
         assert put == cache.contains(hashes, WAIT_S) == len(cache.get(hashes, timeout=WAIT_S))
         assert put >= 64 - 16  # rows that were granted in advance have no block
+
+
+def test_a_put_whose_time_is_over_counts_what_it_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask the server takes time, too: without it, a put of many blocks would have stored all, and count none."""
+    follow = facade.BlockFacade._follow
+
+    def follow_late(self: Any, keys: Any, context: Any, _end_s: float, *rest: Any, **others: Any) -> int:
+        return follow(self, keys, context, 0.0, *rest, **others)
+
+    hashes = [b"%d" % number for number in range(600)]
+    with serving(tmp_path, stack_of(1024)) as served, tiered_kv.connect(served.address) as cache:
+        monkeypatch.setattr(facade, "_COUNT_STALL_S", WAIT_S)
+        monkeypatch.setattr(facade.BlockFacade, "_follow", follow_late)
+        assert cache.put(hashes, np.zeros((600, BLOCK_BYTES), np.uint8), timeout=WAIT_S) == 600
 
 
 @pytest.mark.parametrize("programs", [1, 2])
