@@ -25,11 +25,7 @@ class Cascade:
     def commit(
         self, written: list[CPUBlock], keys: list[OffloadKey], tiers: Iterable[GuardedTier], req_context: ReqContext
     ) -> bool:
-        """Make the blocks that an engine has just written ready, and offer them to `tiers`; `keys` are their keys.
-
-        Returns:
-            Whether one of the tiers has selected all of them.
-        """
+        """Offer blocks that an engine has just written, now ready, to `tiers`; return whether one selects all."""
         selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written, req_context))]
         if all(len(blocks) == len(written) for _, blocks in selections):
             # The usual case: no pass over the blocks for each tier.
