@@ -80,7 +80,10 @@ def _of_lines(entries: Iterator[Entry], time_unit: str) -> Iterator[Request]:
 
 def _of_folder(path: Path) -> Generator[Entry, None, None]:
     """Yield the entries of the folder's files, in the order of their names; other files are skipped."""
-    files = sorted(each for each in path.iterdir() if each.name.endswith(_ENDINGS) and not each.name.startswith("."))
+    try:
+        files = sorted(each for each in path.iterdir() if each.name.endswith(_ENDINGS) and each.name[0] != ".")
+    except OSError as error:
+        raise ConfigError(f"cannot read the folder {path}: {error.strerror}") from error
     if not files:
         raise ConfigError(f"the folder has no file that ends with {', '.join(_ENDINGS)}", location=str(path))
     for file in files:
