@@ -63,6 +63,10 @@ class KeyedNames(WrapperTier):
         list(self.inner.take_events())  # the tier's events have names, so none is passed on; its queue stays short
         return ()
 
+    def take_absent(self) -> tuple[()]:
+        list(self.inner.take_absent())  # names, too: what the tier lacks is not stored again
+        return ()
+
 
 def main() -> None:
     keys, blocks = [secrets.token_bytes(32) for _ in range(4)], bytes(4 * 4096)

@@ -214,7 +214,7 @@ def test_replay_reads_a_trace(tmp_path: Path, command: Command) -> None:
     replay = ["replay", stack_file(tmp_path, MEMORY), "--trace", str(trace)]
     result = command.json(*replay, "--concurrency", "1")
     assert (result["requests"], result["blocks"], result["misses"]) == (3, 6, 2)
-    trace.write_text(json.dumps(line) + "\n{}\n")
+    trace.write_text(json.dumps(line) + "\n" + json.dumps(line | {"timestamp": None}) + "\n")
     assert command.err(*replay) == f"error: {trace}:2: timestamp: this key is required\n"
     assert "--active-chats is for built-in chats" in command.err(*replay, "--active-chats", "3")
 

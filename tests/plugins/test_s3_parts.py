@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -75,6 +76,7 @@ class FakeBucket:
         self.asked: list[str] = []
         self.answers: dict[str, Verdict] = {}
         self.meanwhile: Callable[[], None] = lambda: None
+        self.heard_s = math.inf  # it answers others
 
     def head_all(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         self.rounds += 1
