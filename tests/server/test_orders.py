@@ -24,6 +24,7 @@ from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.connection import RESET_S
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Hello, Message, Welcome
+from tiered_kv.server.reset_file import ResetNotes
 from tiered_kv.server.session import Session
 from tiered_kv.testing.control import wait_until
 from tiered_kv.tiering.base import SecondaryTierManager
@@ -63,6 +64,24 @@ def test_a_reset_that_fails_half_way_leaves_the_cache_to_other_engines(
         assert engine.load(KEYS) == 0
         engine.store(KEYS)
         assert engine.load(KEYS) == len(KEYS)
+
+
+def test_a_reset_by_the_file_alone_that_fails_half_way_ends_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        engine.store(KEYS)
+        link = engine.manager.link
+        monkeypatch.setattr(served.host.manager.notices, "add", fail)
+        ResetNotes(f"{tmp_path}/cache.sock", {"namespace": {"model": "test"}, "block": {"bytes": BLOCK_BYTES}}).note("")
+        engine.step_until(lambda: engine.manager.epoch == 1)
+        engine.store(KEYS)
+        assert engine.load(KEYS) == len(KEYS)
+        assert engine.manager.link is link
 
 
 class Told:

@@ -209,12 +209,15 @@ class Host:
         """Note before messages are read how many resets the file has: the step carries out what no message asks for."""
         self._seen = self._resets.asked()
 
+    def reset_unasked(self) -> None:
+        """Before a step, carry out resets that no message asks for: what is asked later finds nothing from before."""
+        if self._seen != self._begun:
+            self.look_for_resets()
+
     def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
         """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
         self._steps += 1
-        if self._seen != self._begun:
-            self.look_for_resets()  # first: what is asked after a reset finds nothing from before it
-        elif not self._is_written and self.manager.has_saved_reset:
+        if not self._is_written and self._seen == self._begun and self.manager.has_saved_reset:
             self._is_written = True
             self._resets.note_written(self._begun)
         sessions = list(self.sessions.values())

@@ -102,6 +102,7 @@ class CacheServer:
         for key, mask in found:
             self._trying(functools.partial(key.data, mask))
         for host in self._namespaces.hosts:
+            self._trying(host.reset_unasked)  # a mistake there ends no engine's connection
             try:
                 host.step(self._session_failed)
             except Exception as error:
@@ -356,11 +357,10 @@ class CacheServer:
 
     def _died(self, process: Process) -> None:
         """Do what a process has asked for before it ended, then free what it had."""
-        receive = functools.partial(self._receive, process)
         for _ in range(_TURNS_OF_THE_DEAD):
             if not process.is_connected or not process.channel.is_readable:
                 break
-            self._guarded(process, receive)
+            self._guarded(process, functools.partial(self._receive, process))
         self._has_ended(process)
 
     def _end_if_left(self, session: Session) -> None:
