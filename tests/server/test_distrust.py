@@ -127,6 +127,18 @@ def test_to_connect_to_an_odd_server_is_an_error_of_ours(tmp_path: Path, odd: di
         tiered_kv.connect(f"unix:{path}")
 
 
+def test_a_stack_opens_without_a_server_that_may_cut_its_memory(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sock"
+    entry = {"type": "host", "socket": f"unix:{path}"}
+    stack = {"namespace": {"model": "m"}, "block": {"bytes": BLOCK_BYTES}, "primary": {"capacity": 8 * BLOCK_BYTES}}
+    with (
+        odd_server(path, lambda sock: welcome(sock, right_welcome(), files(seals=fcntl.F_SEAL_GROW))),
+        tiered_kv.open_stack({**stack, "secondary": [entry]}) as opened,
+    ):
+        assert opened.put(HASHES, BLOCKS) == 4
+        assert (opened.get(HASHES) == BLOCKS).all()
+
+
 def test_a_field_that_a_newer_server_adds_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "cache.sock"
     with (

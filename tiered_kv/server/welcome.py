@@ -51,7 +51,8 @@ def check_files(fds: list[int], welcome: Welcome) -> None:
     A third one, of resets, has to be a file: to write to another kind may wait.
 
     Raises:
-        ConfigError: They are not.
+        ConfigError: They are not as long.
+        OSError: The server may cut them: as if none were there, so that a stack opens without it.
     """
     if len(fds) < 2:
         raise ConfigError("the server has sent no memory")
@@ -64,9 +65,7 @@ def check_files(fds: list[int], welcome: Welcome) -> None:
             found = format_bytes(status.st_size) if stat.S_ISREG(status.st_mode) else "no file of memory"
             raise ConfigError(f"expected {format_bytes(size_bytes)} of {name} from the server, found {found}")
         if not _has_fixed_size(fd):
-            raise ConfigError(
-                f"expected {name} of a fixed size from the server, found a file that it may cut: replace it"
-            )
+            raise OSError(f"expected {name} of a fixed size from the server, found a file that it may cut: replace it")
 
 
 def _has_fixed_size(fd: int) -> bool:
