@@ -249,8 +249,8 @@ def test_a_file_is_charged_what_it_occupies(open_rig: OpenRig, path: Path, monke
     cluster_bytes = 256 << 10
     lstat = os.lstat
 
-    def on_clusters(path: str) -> os.stat_result:
-        found = lstat(path)
+    def on_clusters(path: str, *, dir_fd: int | None = None) -> os.stat_result:
+        found = lstat(path, dir_fd=dir_fd)
         if not stat.S_ISREG(found.st_mode):
             return found
         return os.stat_result(list(found), {"st_blocks": -(-found.st_size // cluster_bytes) * cluster_bytes // 512})
