@@ -72,15 +72,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(given: Sequence[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for the words that complete a line
+        import argcomplete
+
+        argcomplete.autocomplete(_parser(os.environ["COMP_LINE"].split()))  # which exits
     if not given:  # as usage that is wrong, with all that would be right
         _parser(given).print_help(sys.stderr)
         return Status.ERROR
     if given[0] == "help":
         given = [*given[1:], "--help"]
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for the words that complete a line
-        import argcomplete
-
-        argcomplete.autocomplete(_parser(os.environ["COMP_LINE"].split()))  # which exits
     args, unknown = _parser(given).parse_known_args(given)
     if unknown:
         from tiered_kv.config.validation import suggestion
