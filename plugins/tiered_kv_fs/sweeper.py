@@ -71,6 +71,7 @@ class DirectorySweeper:
         self._root = self.directory.path
         self._candidates: deque[tuple[int, str, int]] = deque()  # as in `_Count.oldest`, the oldest first
         self._candidates_until_s = 0.0
+        self._spared: list[tuple[int, str, int]] = []  # candidates that were used since they were listed
         self._is_stopped = threading.Event()
         self._giving_way = threading.Lock()
 
@@ -88,7 +89,7 @@ class DirectorySweeper:
                 held.enter_context(locked(f"{self._root}/{SWEEP_NAME}", 0.0))
             except TimeoutError:
                 return Sweep.BUSY
-            has_surveyed = False
+            has_surveyed, spares_used = False, True
             missing_bytes = self._missing_bytes(wanted_bytes)
             if time.monotonic() >= self._candidates_until_s:  # most of them may be gone
                 self._candidates.clear()
@@ -96,13 +97,17 @@ class DirectorySweeper:
                 if self._is_stopped.is_set():
                     return Sweep.BUSY
                 if missing_bytes is None or not self._candidates:
-                    if has_surveyed:  # a second survey would find no more
+                    if not has_surveyed:
+                        has_surveyed = True
+                        self._survey()
+                    elif missing_bytes is None or not self._spared:  # a second survey would find no more
                         return Sweep.FULL
-                    has_surveyed = True
-                    self._survey()
+                    else:  # all are in use: the least recently used ones must go
+                        self._candidates, self._spared = deque(sorted(self._spared, reverse=True)), []
+                        spares_used = False
                 else:
                     self.on_age(time.time() + self._candidates[0][0] / 1e9)
-                    self._evict(missing_bytes)
+                    self._evict(missing_bytes, spares_used)
                 missing_bytes = self._missing_bytes(wanted_bytes)
             return Sweep.DONE
 
@@ -166,6 +171,7 @@ class DirectorySweeper:
                 state.unit_bytes = found.unit_bytes
         self._candidates = deque(sorted(found.oldest, reverse=True))
         self._candidates_until_s = time.monotonic() + SURVEY_INTERVAL_S
+        self._spared.clear()
         self.counters.add("surveys_total")
         self._remove_empty(epoch for epoch in found.epochs if epoch not in used)
 
@@ -192,17 +198,19 @@ class DirectorySweeper:
                 return None
         return found
 
-    def _evict(self, wanted_bytes: int) -> None:
-        """Remove some of the oldest files that were not used since they were listed."""
+    def _evict(self, wanted_bytes: int, spares_used: bool) -> None:
+        """Remove some of the oldest files; `spares_used`: but those that were used since they were listed."""
         removed_bytes = removed_files = 0
         try:
             for _ in range(_EVICTED_AT_ONCE):
                 if removed_bytes >= wanted_bytes or not self._candidates:
                     break
                 negated_ns, path, size_bytes = self._candidates.popleft()
-                path = f"{self._root}/{path}"
                 with suppress(OSError):  # gone, or its status cannot be read
-                    if os.lstat(path).st_mtime_ns == -negated_ns and removed(path, self._root):
+                    used_ns = os.lstat(f"{self._root}/{path}").st_mtime_ns
+                    if spares_used and used_ns != -negated_ns:
+                        self._spared.append((-used_ns, path, size_bytes))
+                    elif removed(f"{self._root}/{path}", self._root):
                         removed_bytes += size_bytes
                         removed_files += 1
         finally:

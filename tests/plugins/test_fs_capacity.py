@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,23 @@ def test_temporary_files_of_a_lapsed_writer_are_removed_and_young_ones_stay(open
     assert not left.exists()
     assert not small.exists()
     assert young.exists()
+
+
+def test_blocks_make_room_also_if_all_were_used_since_they_were_listed(
+    open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def use_all(tier: object, oldest_s: float) -> None:
+        for block in fs_blocks(path):
+            with suppress(FileNotFoundError):
+                os.utime(block)
+
+    monkeypatch.setattr("tiered_kv_fs.tier.FsTier._note_age", use_all)  # called before a sweep evicts
+    rig = open_rig()
+    for number in range(30):
+        assert rig.store(make_keys(8, f"batch-{number}")).success, "a sweep passed over all blocks, and gave up"
+    assert rig.tier.stats()["failed_calls_total"] == {}
+    assert rig.tier.stats()["evicted_blocks_total"] > 0
+    assert occupied_bytes(path) <= CAPACITY_BYTES
 
 
 def test_foreign_files_that_leave_no_room_fail_stores_at_once(open_rig: OpenRig, path: Path) -> None:
