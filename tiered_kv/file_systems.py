@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)  # Any: its functions are found by name
 _NOT_ALLOCATED: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV})
+_OF_PLACE: Final = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO})
 _INTERRUPTIONS_MAX: Final = 1000
 """How often one allocation is begun again after a signal. A file system may undo what it had allocated."""
 
@@ -45,6 +46,16 @@ def is_full(error: OSError) -> bool:
 def is_stuck(error: OSError) -> bool:
     """Return whether one file refuses what its directory allows: it is immutable, or the system uses it."""
     return error.errno in (errno.EPERM, errno.EBUSY, errno.ETXTBSY)
+
+
+def is_of_place(error: OSError) -> bool:
+    """Return whether a transfer may have failed for its place on the disk alone: a bad sector, or no space behind it.
+
+    The kernel's words differ by device and file system: a medium error is EIO or ENODATA, a wrong checksum EILSEQ,
+    EBADMSG or EUCLEAN, a fault of a remote target EREMOTEIO. Others, such as ENODEV and ESTALE, are of the whole file
+    system.
+    """
+    return error.errno in _OF_PLACE or is_full(error)
 
 
 def allocate(fd: int, offset: int, size_bytes: int) -> bool:

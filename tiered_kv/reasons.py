@@ -33,10 +33,13 @@ class RecordStatus(Enum):
     UNENCRYPTED = "unencrypted"
     """The record is sound and plain, but only encrypted records are accepted."""
 
+    BAD_PLACE = "bad_place"
+    """The storage cannot read the record, and reads others."""
+
     @property
     def reason(self) -> str:
-        """The reason of a failed load: what only encryption has by its own word, all other damage as `checksum`."""
-        return str(self.value) if self in REFUSED | UNREADABLE else "checksum"
+        """The reason of a failed load: what only encryption has, and a bad place, by its word; the rest `checksum`."""
+        return str(self.value) if self in REFUSED | UNREADABLE | {RecordStatus.BAD_PLACE} else "checksum"
 
 
 UNREADABLE = frozenset({RecordStatus.UNKNOWN_CODEC, RecordStatus.UNKNOWN_KEY})
@@ -157,10 +160,11 @@ FAILED: Final[Mapping[str, Reason]] = {
     "exception": Reason("a method of the tier raised an exception"),
     "truncated": _damaged("bytes of the block were missing"),
     "checksum": _damaged("the block's bytes did not match their checksum"),
+    "bad_place": _damaged("the disk could not read the place of the block"),
     **{
         status.value: _damaged("the block's record is damaged, or another block's")
         for status in RecordStatus
-        if status not in (RecordStatus.OK, RecordStatus.TRUNCATED, RecordStatus.BAD_CHECKSUM)
+        if status.value not in ("ok", "truncated", "checksum", "bad_place")
     },
     **{status.value: _unreadable("this process lacks the block's codec or key") for status in UNREADABLE},
 }

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
+from tiered_kv.file_systems import is_of_place
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, FOREIGN_NAMED_MAX, Purged, RecordCheck, Verification
 from tiered_kv.toolkit.claimed import walk
@@ -123,7 +124,8 @@ class FsAdministration(ListedStorage):
                 except FileNotFoundError:  # evicted meanwhile
                     continue
                 except OSError as error:
-                    yield each, reason_of(error), 0
+                    is_bad_place = is_of_place(error) and self._can_read_marker()
+                    yield each, RecordStatus.BAD_PLACE if is_bad_place else reason_of(error), 0
                 else:
                     yield each._replace(where=about), status, read_bytes
 
@@ -134,6 +136,13 @@ class FsAdministration(ListedStorage):
             if fd is not None and is_stored and operation in ("purge", "repair"):
                 self._claimed.check(fd)  # root would make files that the tiers of the directory's owner refuse
             yield is_stored
+
+    def _can_read_marker(self) -> bool:
+        """Return whether the file system reads another file, after it has failed to read one."""
+        with suppress(OSError), opened(f"{self._path}/{self._claimed.marker_name}", os.O_RDONLY) as fd:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # a cached page says nothing
+            return bool(os.pread(fd, 1, 0))
+        return False
 
     def _entry(self, digest: str | None, path: str, status: os.stat_result) -> Entry | None:
         """Return the entry at a path below the namespace's directory, or the shared one; None for the tier's own."""

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Final
 
 from tiered_kv.errors import TierBusyError
-from tiered_kv.file_systems import is_full, is_stuck
+from tiered_kv.file_systems import is_full, is_of_place, is_stuck
 from tiered_kv.permissions import check_file
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import (
@@ -35,7 +35,7 @@ from tiered_kv.toolkit.claimed import LOST_AND_FOUND, ClaimedDirectory, Identity
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
 from tiered_kv.toolkit.listed import Census
-from tiered_kv.toolkit.small_files import names_in, read_file
+from tiered_kv.toolkit.small_files import names_in, opened, read_file
 from tiered_kv_nvme.directory import (
     LOCK_NAME,
     MARKER_NAME,
@@ -49,7 +49,7 @@ from tiered_kv_nvme.directory import (
 )
 from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, StoreCounters
 from tiered_kv_nvme.epoch import EPOCH_NAME
-from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentHeader
+from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentHeader, pages
 from tiered_kv_nvme.reader import decode_payload, neighbours, read_payloads
 from tiered_kv_nvme.recovery import SegmentScan
 from tiered_kv_nvme.segment import Segment, SegmentFiles
@@ -219,7 +219,7 @@ class Inspection:
         self._epoch = 0 if mark is None else int(mark.value, 16)  # without a mark no block is valid
 
     def count(self, census: Census) -> SurveyedSegments:
-        files = size_bytes = free = unusable = filled_bytes = 0
+        files = size_bytes = free = unusable = left_out = filled_bytes = 0
         for entries in walk(f"/proc/self/fd/{self.fd}"):
             for name, status in entries:
                 if self._pattern.fullmatch(name) and stat.S_ISREG(status.st_mode):
@@ -234,10 +234,11 @@ class Inspection:
                 unusable += _is_damaged(fd)
                 continue
             blocks = len(segment.table)
-            free += not blocks
+            left_out += segment.refused_offset > 0
+            free += not (blocks or segment.refused_offset)
             filled_bytes += segment.end_offset if blocks else 0
             census.add(self._digest, 0, blocks, written_s=time.time() - os.fstat(fd).st_mtime)
-        return SurveyedSegments(files, free, unusable, size_bytes, filled_bytes)
+        return SurveyedSegments(files, free, unusable, size_bytes, filled_bytes, left_out)
 
     def verify(self, codecs: CodecSet, verification: Verification, owned: SegmentDirectory | None) -> None:
         """Check the payload of every valid block; if the directory is `owned`, delete damaged blocks."""
@@ -252,13 +253,18 @@ class Inspection:
                     files.discard(slot)
                     verification.repaired += 1
                 continue
-            damaged = set(self._damaged(segment, path, verification))
-            if damaged and files is not None:
+            damaged, failure = set(self._damaged(segment, path, verification)), scan.failure
+            is_cut = False
+            if failure is not None:
+                is_cut = verification.note(self._found(failure, fd), 0, f"{path}, from byte {segment.end_offset} on")
+            if (damaged or is_cut) and files is not None:
                 segment.table = _without(segment.table, damaged)
+                if is_cut:
+                    _end(segment)
                 if not len(segment.table):
                     files.discard(slot)
                 if not len(segment.table) or files.seal(segment):
-                    verification.repaired += len(damaged)
+                    verification.repaired += len(damaged) + is_cut
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # spare the page cache
 
     def _damaged(self, segment: Segment, path: str, verification: Verification) -> Iterator[int]:
@@ -283,15 +289,26 @@ class Inspection:
         entries = [segment.table[ordinal] for ordinal in run]
         try:
             payloads = read_payloads(Disk(), self._scratch, segment.fd, entries)
-        except OSError:
+        except OSError as error:
             if len(run) == 1:
-                return ["io_error"]
+                return [self._found(error, segment.fd)]
             return [found for ordinal in run for found in self._read(segment, [ordinal])]
         found: list[RecordStatus | str] = []
         for ordinal, entry, payload in zip(run, entries, payloads, strict=True):
             key = segment.table.keys[ordinal]
             found.append(decode_payload(entry, key, payload, self._block, self.identity.digest, self._codecs))
         return found
+
+    def _found(self, error: OSError, fd: int) -> RecordStatus | str:
+        """Return what a failed read of a segment file shows: a bad place, if the disk reads another one after it."""
+        if is_of_place(error):
+            with suppress(OSError):
+                if _can_read(fd):
+                    return RecordStatus.BAD_PLACE
+            with suppress(OSError), opened(EPOCH_NAME, os.O_RDONLY, dir_fd=self.fd) as epoch_fd:
+                if _can_read(epoch_fd):
+                    return RecordStatus.BAD_PLACE
+        return "io_error"
 
     def _segments(
         self, scan: SegmentScan, operation: str, *, for_writing: bool = False
@@ -322,6 +339,18 @@ def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:
     kept = [ordinal for ordinal in range(len(table)) if ordinal not in ordinals]
     left.append([table.keys[ordinal] for ordinal in kept], [table[ordinal] for ordinal in kept], [0] * len(kept))
     return left
+
+
+def _end(segment: Segment) -> None:
+    """Let a summary say that nothing follows what was read of a segment: no reader looks behind a bad place again."""
+    segment.damaged = False
+    segment.end_offset = segment.segment_bytes - PAGE_BYTES - pages(len(segment.table.encode()))
+
+
+def _can_read(fd: int) -> bool:
+    """Return whether the disk reads the first page of a file. Raises `OSError`."""
+    os.posix_fadvise(fd, 0, PAGE_BYTES, os.POSIX_FADV_DONTNEED)  # a cached page says nothing
+    return len(os.pread(fd, PAGE_BYTES, 0)) == PAGE_BYTES
 
 
 def _is_damaged(fd: int) -> bool:

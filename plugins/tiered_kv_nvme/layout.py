@@ -26,7 +26,7 @@ _BATCH_MAGIC = b"TKVNBAT1"
 _SUMMARY_MAGIC = b"TKVNSUM1"
 
 _PROLOGUE = struct.Struct("<8s16s")  # magic, checksum of what follows
-_SEGMENT = struct.Struct("<II16sQQQ")
+_SEGMENT = struct.Struct("<II16sQQQQ")
 _BATCH = struct.Struct("<II16sQQQQQ")
 _SUMMARY = struct.Struct("<II16sQQQQQ16s")
 _ENTRY = struct.Struct("<QIHH16s")
@@ -59,6 +59,7 @@ class SegmentHeader(NamedTuple):
     generation: int
     segment_bytes: int
     block_bytes: int
+    refused_offset: int = 0  # where the disk refused a batch, and from where on there is none; 0 for nowhere
 
     def encode(self, page: memoryview) -> None:
         _fill(page, _SEGMENT_MAGIC, _SEGMENT.pack(FORMAT_VERSION, PAGE_BYTES, *self))

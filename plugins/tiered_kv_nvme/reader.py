@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.file_systems import is_of_place
 from tiered_kv.reasons import UNREADABLE, RecordStatus
 from tiered_kv.threads import give_way
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, ThreadBuffer, binding_of
@@ -18,6 +18,7 @@ from tiered_kv.toolkit.small_files import read_all
 from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentEntry, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool, ordinal_of, place_of, slot_of
+from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.segment import Segment
 from tiered_kv_nvme.worth import READ
 
@@ -60,6 +61,7 @@ class BlockReader:
     block_bytes: int
     codecs: CodecSet
     memory: DirectMemory
+    probe: DiskProbe
 
     def __post_init__(self) -> None:
         self._scratch = ThreadBuffer()
@@ -82,17 +84,17 @@ class BlockReader:
                     reason = "expired"
                     failed.update(item.key for item in run)
                     continue
+                statuses: Sequence[RecordStatus | None]
                 try:
                     statuses = self._read(run)
                 except OSError as error:
                     self.counters.note_io_error("reading blocks", error)
-                    with self.pool.changed:
-                        run[0].segment.damaged |= error.errno != errno.ENOMEM
-                    reason = "io_error"
-                    failed.update(item.key for item in run)
-                    continue
+                    statuses = self._read_one_by_one(run, error, deadline)
                 for item, status in zip(run, statuses, strict=True):
-                    if status is RecordStatus.OK:
+                    if status is None:
+                        failed.add(item.key)
+                        reason = "io_error"
+                    elif status is RecordStatus.OK:
                         self.pool.worth.use(item.segment.table, item.ordinal, READ)
                         loaded.add(item.key)
                     else:
@@ -148,6 +150,24 @@ class BlockReader:
             kind = "unreadable_blocks_total" if status in UNREADABLE else "corrupt_blocks_total"
             self.counters.add(kind, status.value)
         return still_valid
+
+    def _read_one_by_one(self, run: Sequence[Wanted], error: OSError, deadline: float) -> Sequence[RecordStatus | None]:
+        """Read the blocks of a run again, after a read of all failed; None for those that the disk may have later.
+
+        A block is at a bad place if its own read fails and one elsewhere succeeds after it. If none does, the disk is
+        away: the others are not read.
+        """
+        statuses: list[RecordStatus | None] = []
+        while is_of_place(error) and len(statuses) < len(run) and time.monotonic() < deadline:
+            item = run[len(statuses)]
+            try:
+                statuses += self._read([item])
+            except OSError as again:
+                error = again
+                if not (is_of_place(error) and self.probe.takes_reads(item.segment)):
+                    break
+                statuses.append(RecordStatus.BAD_PLACE)
+        return [*statuses, *[None] * (len(run) - len(statuses))]
 
     def _read(self, run: Sequence[Wanted]) -> list[RecordStatus]:
         if run[0].scatter:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tiered_kv.errors import TieredKVError
+from tiered_kv.file_systems import is_of_place
 from tiered_kv.log_limit import LogLimit
 from tiered_kv.threads import give_way, start_thread
 from tiered_kv.toolkit.codecs import Draft
 from tiered_kv.toolkit.small_files import has_name
 from tiered_kv_nvme.disk import StoreCounters
 from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool, place_of
+from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.reader import BlockReader, neighbours
 from tiered_kv_nvme.segment import NoSegment, Segment, SegmentFiles, SegmentState, Unlinked
 from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX
@@ -37,11 +40,13 @@ class Reclaimer:
     counters: StoreCounters
     reader: BlockReader
     writer: BatchWriter
+    probe: DiskProbe
     remake: Callable[[], None]  # makes the directory and its small files again
     name: str  # the thread's
 
     def __post_init__(self) -> None:
         self._grow_after_s = 0.0
+        self._grow_wait_s = _RETRY_S / 2  # doubled by each failure
         self._excess_after_s = 0.0
         self._watched_s = time.monotonic()
         self._watch_after_s = self._watched_s + _WATCH_S
@@ -125,12 +130,14 @@ class Reclaimer:
         with self.pool.changed:
             segments = self.pool.reclaimable()
             void = bool(segments) and segments[0].epoch != self.pool.epoch
-        if not void:
-            if self._grow():
-                return True
-            if self._is_failing:
-                return False  # the disk takes no writes: do not evict the blocks of another segment
-        return bool(segments) and self._reclaim(self.pool.worth.least(segments))
+        if not void and self._grow():
+            return True
+        if not segments:
+            return False
+        chosen = self.pool.worth.least(segments)
+        if self._is_failing and not self.probe.takes_writes(chosen):
+            return False  # the disk takes no writes: do not evict the blocks of another segment
+        return self._reclaim(chosen)
 
     def _grow(self) -> bool:
         """Add a new segment, if the capacity and the file system have room for it."""
@@ -145,11 +152,13 @@ class Reclaimer:
         with self.pool.changed:
             self.pool.note_growth(refused=segment in (NoSegment.NO_SPACE, NoSegment.AT_CAPACITY))
         if isinstance(segment, NoSegment):
-            wait_s = _RETRY_S if segment is NoSegment.FAILED else _GROW_RETRY_S
+            self._grow_wait_s = min(2 * self._grow_wait_s, _GROW_RETRY_S)
+            wait_s = self._grow_wait_s if segment is NoSegment.FAILED else _GROW_RETRY_S
             self._grow_after_s = time.monotonic() + wait_s
             if segment is NoSegment.FAILED:  # the directory may be gone
                 self._watch_after_s = min(self._watch_after_s, self._watched_s + _WATCH_PAUSE_S)
             return False
+        self._grow_wait_s = _RETRY_S / 2
         with self.pool.changed:
             self.pool.adopt(segment)
         return True
@@ -186,11 +195,15 @@ class Reclaimer:
         return is_done
 
     def _relocate(self, segment: Segment, epoch: int) -> None:
-        for ordinals in survivors(self.pool, segment):
+        waiting = deque(survivors(self.pool, segment))
+        while waiting:
+            ordinals = waiting.popleft()
             try:
                 payloads = self.reader.read_stored(segment, ordinals)
             except OSError as error:
                 self.counters.note_io_error("reading blocks", error)
+                if len(ordinals) > 1 and is_of_place(error) and self.probe.takes_reads(segment):
+                    waiting.extendleft([ordinal] for ordinal in ordinals)  # all but those at the bad place
                 continue
             found = zip(ordinals, payloads, strict=True)
             sound = [(ordinal, segment.table[ordinal], data) for ordinal, data in found if data is not None]

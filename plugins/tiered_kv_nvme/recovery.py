@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ def _adopt(found: Sequence[Segment], pool: SegmentPool) -> None:
         for segment in found:
             pool.adopt(segment)
             pool.add(segment.table.keys, place_of(segment.slot, 0))
-            if len(segment.table) and not (segment.damaged or segment.is_copied):
+            if len(segment.table) and not (segment.damaged or segment.is_copied or segment.refused_offset):
                 resumable = segment
         if resumable is not None:
             pool.resume(resumable)
@@ -115,6 +116,8 @@ class SegmentScan:
         self._stored_bytes_max = self.identity.block_bytes + OVERHEAD_BYTES_MAX
         self._scratch = ThreadBuffer()
         self._file_bytes = 0
+        self.failure: OSError | None = None
+        """Why the last segment could not be read to its end."""
 
     def read(self, fd: int, slot: int) -> Segment | None:
         """Return the segment in an open file, with its readable blocks; None without an intact header.
@@ -122,7 +125,7 @@ class SegmentScan:
         After a read error the segment is damaged, and keeps the blocks read so far. It is not written to again, so
         the next opening may find the rest.
         """
-        self._file_bytes = os.fstat(fd).st_size
+        self._file_bytes, self.failure = os.fstat(fd).st_size, None
         segment = Segment(slot, fd, self._file_bytes, 0)
         try:
             if not self._read_header(segment):
@@ -138,10 +141,13 @@ class SegmentScan:
             if error.errno == errno.ENOMEM:  # not the fault of the file
                 raise
             self.counters.note_io_error("recovering a segment file", error)
-            segment.damaged, is_sealed = True, False
+            segment.damaged, is_sealed, self.failure = True, False, error
         if len(segment.table) or segment.damaged:
             segment.epoch = self.epoch
             segment.state = SegmentState.SEALED if is_sealed else SegmentState.FULL
+        if segment.refused_offset:
+            segment.left_out_s = time.monotonic()
+            segment.state = SegmentState.SEALED if is_sealed or not len(segment.table) else SegmentState.FULL
         segment.reserved_blocks = len(segment.table)
         segment.key_bytes = sum(map(len, segment.table.keys))
         return segment
@@ -154,6 +160,7 @@ class SegmentScan:
         if header is None or (header.digest, header.block_bytes) != (identity.digest, identity.block_bytes):
             return False
         segment.segment_bytes, segment.generation = header.segment_bytes, header.generation
+        segment.refused_offset = header.refused_offset
         segment.damaged = self._file_bytes < header.segment_bytes
         return True
 
@@ -190,7 +197,8 @@ class SegmentScan:
     def _read_batches(self, segment: Segment) -> int:
         """Add the batches that are not in the summary; return their number."""
         first_sequence = segment.sequence
-        while segment.end_offset + PAGE_BYTES <= segment.segment_bytes:
+        limit = segment.refused_offset or segment.segment_bytes  # no batch can be read behind a place that refused one
+        while segment.end_offset + PAGE_BYTES <= limit:
             batch = self._read_batch(segment)
             if batch is None:
                 break

@@ -67,12 +67,14 @@ class Segment:
     fd: int
     segment_bytes: int
     generation: int  # of its present use
-    damaged: bool = False  # the file is cut short, or the disk has failed in it: the reclaimer deletes it
+    damaged: bool = False  # the file is cut short, or could not be read at the opening: the reclaimer deletes it
     deleted: bool = False  # somebody has deleted the file, or moved it away; then it is damaged too
     is_copied: bool = False  # the file system copies what is overwritten: the reclaimer replaces the file
     age: int = 0  # when it became full; segments are sealed and reclaimed in this order
     writers: int = 0
     readers: int = 0
+    refused_offset: int = 0  # as in its header; in its present use it is filled no further
+    left_out_s: float | None = None  # since when it is left out for that: see `SegmentPool.reclaimable`
     state: SegmentState = field(init=False)
     epoch: int = field(init=False)
     table: EntryTable = field(init=False)
@@ -93,6 +95,8 @@ class Segment:
         self.sequence = 0
         self.reserved_blocks = 0
         self.key_bytes = 0
+        self.refused_offset = 0
+        self.left_out_s = None
 
     def fit(self, demand: Demand) -> int:
         """Return how many blocks of `demand` the next batch of this segment can hold."""
@@ -130,7 +134,7 @@ class Unlinked(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SegmentFiles:
-    """The segment files of a directory. Recovery's threads use it, later the reclaimer alone."""
+    """The segment files of a directory. Recovery's threads use it, later the reclaimer; any thread `write_header`."""
 
     disk: Disk
     directory: SegmentDirectory
@@ -159,7 +163,8 @@ class SegmentFiles:
             fd = os.open(self.directory.segment_name(slot), flags, FILE_MODE, dir_fd=self.directory.fd)
             self.disk.fallocate(fd, self.segment_bytes)
             segment = Segment(slot, fd, self.segment_bytes, generation, is_copied=self.directory.copies_on_write(fd))
-            self._write_header(segment, generation)
+            self.write_header(segment, generation)
+            self.disk.datasync(fd)
         except OSError as error:
             self.counters.note_io_error("creating a segment file", error)
             if fd >= 0:
@@ -192,7 +197,8 @@ class SegmentFiles:
         The flush comes before any batch of the new generation, so the old summary is never read with new content.
         """
         try:
-            self._write_header(segment, generation)
+            self.write_header(segment, generation)
+            self.disk.datasync(segment.fd)
         except OSError as error:
             self.counters.note_io_error("reusing a segment file", error)
             return False
@@ -255,10 +261,13 @@ class SegmentFiles:
             return Unlinked.STUCK if is_stuck(error) else Unlinked.FAILED
         return Unlinked.DONE
 
-    def _write_header(self, segment: Segment, generation: int) -> None:
+    def write_header(self, segment: Segment, generation: int, refused_offset: int = 0) -> None:
+        """Write a segment's header, and do not flush it. The caller keeps the segment from being reclaimed meanwhile.
+
+        Raises `OSError`.
+        """
         page = ThreadBuffer().take(PAGE_BYTES)
         identity = self.directory.identity
-        header = SegmentHeader(identity.digest, generation, segment.segment_bytes, identity.block_bytes)
+        header = SegmentHeader(identity.digest, generation, segment.segment_bytes, identity.block_bytes, refused_offset)
         header.encode(page)
         write_all(segment.fd, [page], 0, pwritev=self.disk.pwritev)
-        self.disk.datasync(segment.fd)

@@ -25,6 +25,7 @@ from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
 from tiered_kv_nvme.epoch import DirectoryEpoch
 from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.pool import SegmentPool, clear_in_chunks, ordinal_of, slot_of
+from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.reclaimer import Reclaimer
 from tiered_kv_nvme.recovery import recover
@@ -111,13 +112,16 @@ class SegmentStore:
 
         codecs = options.codecs
         memory = DirectMemory(is_direct=self._direct.is_used, is_in_pages=options.is_in_pages)
-        self._reader = BlockReader(disk, self.pool, self.counters, identity.block_bytes, codecs, memory)
+        probe = DiskProbe(disk, self._files, self.pool)
+        self._reader = BlockReader(disk, self.pool, self.counters, identity.block_bytes, codecs, memory, probe)
         self.load = self._reader.load
         gather = codecs.writes_raw and identity.block_bytes % PAGE_BYTES == 0
-        self._writer = BatchWriter(disk, self.pool, self.counters, codecs, gather, memory, options.room_timeout_s)
+        self._writer = BatchWriter(
+            disk, self.pool, self.counters, codecs, gather, memory, probe, options.room_timeout_s
+        )
         thread_name = f"tiered-kv-{tier}-reclaimer"
         self._reclaimer = Reclaimer(
-            self._files, self.pool, self.counters, self._reader, self._writer, self._remake, thread_name
+            self._files, self.pool, self.counters, self._reader, self._writer, probe, self._remake, thread_name
         )
         self._released = False
 
@@ -197,13 +201,14 @@ class SegmentStore:
 
     def stats(self) -> dict[str, Any]:  # Any: as `SecondaryTierManager.stats`
         with self.pool.changed:
-            segments = list(self.pool.segments.values())
+            segments, left_out = list(self.pool.segments.values()), self.pool.left_out
         return {
             "blocks": len(self.pool.places),
             "used_bytes": sum(segment.segment_bytes for segment in segments),
             "capacity_bytes": self._options.sizing.capacity_bytes,
             "segments": len(segments),
             "free_segments": sum(segment.state is SegmentState.FREE for segment in segments),
+            "left_out_segments": left_out,
             "foreign_files": self._directory.foreign_files,
             **self.counters.snapshot(),
         }
@@ -213,7 +218,7 @@ class SegmentStore:
         sizing = self._options.sizing
         listing = self._directory.list()
         with self.pool.changed:
-            copied = sum(segment.is_copied for segment in self.pool.segments.values())
+            copied, left_out = sum(segment.is_copied for segment in self.pool.segments.values()), self.pool.left_out
         need = disk_need(self._directory.fd, sizing.capacity_bytes, listing.used_bytes)
         if need.available < SEGMENTS_MIN * sizing.segment_bytes:
             need = disk_need(self._directory.fd, sizing.capacity_bytes, listing.used_bytes, "capacity and segment")
@@ -222,6 +227,7 @@ class SegmentStore:
             "direct_io": self._direct.shown,
             **({"fallocate": "no: zeros are written"} if self._files.disk.writes_zeros else {}),
             **({"copy_on_write": f"{copied} segments, which are replaced when they are reclaimed"} if copied else {}),
+            **({"left_out": f"{left_out} segments: the disk refuses writes to a place in each"} if left_out else {}),
             "capacity_bytes": sizing.capacity_bytes,
             "used_bytes": listing.used_bytes,
             "free_bytes": need.available - listing.used_bytes,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.file_systems import is_of_place
 from tiered_kv.threads import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
@@ -15,10 +17,15 @@ from tiered_kv.toolkit.small_files import write_all
 from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, SegmentEntry, checksum
 from tiered_kv_nvme.pool import Reservation, SegmentPool, WriteStream
+from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.segment import Demand
 
 BATCH_BLOCKS_MAX = 256
 """Limits the buffers of one call (IOV_MAX is 1024), and how long a worker holds the interpreter lock."""
+
+
+PLACES_MAX = 4
+"""How many places on the disk one batch is tried at, if they refuse it and others take writes."""
 
 
 class Payload(NamedTuple):
@@ -42,6 +49,7 @@ class BatchWriter:
     codecs: CodecSet
     gather: bool
     memory: DirectMemory
+    probe: DiskProbe
     room_timeout_s: float  # how long a store waits for a free segment
 
     def __post_init__(self) -> None:
@@ -66,7 +74,7 @@ class BatchWriter:
             if time.monotonic() >= deadline:
                 reason = "expired"
                 break
-            count, failure = self.write(batch_keys, payloads, epoch)
+            count, failure = self.write(batch_keys, payloads, epoch, deadline=deadline)
             stored.update(batch_keys[:count])
             if failure:  # the next batch would probably fail too
                 reason = failure
@@ -86,16 +94,20 @@ class BatchWriter:
         payloads: Sequence[Payload],
         epoch: int,
         old_places: Sequence[int] | None = None,
+        deadline: float = math.inf,
     ) -> tuple[int, str]:
         """Write one batch, or several at the end of a segment; return the number of blocks, and why others failed.
 
-        With `old_places` the blocks move from there, and do not wait for space.
+        A batch whose place on the disk refuses it is written to another segment. With `old_places` the blocks move from
+        there, and neither wait for space nor look for another place.
         """
         timeout_s, stream = self.room_timeout_s, WriteStream.STORES
         if old_places is not None:
             timeout_s, stream = 0.0, WriteStream.RELOCATIONS
-        done = 0
+        done = refusals = 0
         while done < len(keys):
+            if refusals and time.monotonic() >= deadline:
+                return done, "expired"
             rest = payloads[done:]
             demand = Demand.of([payload.draft.payload_bytes for payload in rest], [len(key) for key in keys[done:]])
             reservation = self.pool.reserve(demand, epoch, timeout_s, stream)
@@ -105,15 +117,19 @@ class BatchWriter:
                 if stream is WriteStream.STORES:
                     with self.pool.changed:
                         starved, growing = self.pool.is_starved, self.pool.growing_since_s is not None
+                        refusal = self.pool.refusal if self.pool.left_out else ""
                     self.counters.add("refused_stores_total" if starved else "room_timeouts_total")
-                    return done, "allocating" if growing and not starved else "no_space"
+                    return done, "allocating" if growing and not starved else refusal or "no_space"
                 return done, "no_space"
             end = done + reservation.header.entry_count
             places = old_places[done:end] if old_places is not None else None
-            failure = self._write_batch(reservation, keys[done:end], payloads[done:end], places)
-            if failure:
+            failure, is_bad_place = self._write_batch(reservation, keys[done:end], payloads[done:end], places)
+            if not failure:
+                done, refusals = end, 0
+            elif is_bad_place and old_places is None and refusals < PLACES_MAX - 1:
+                refusals += 1
+            else:
                 return done, failure
-            done = end
         return done, ""
 
     def _write_batch(
@@ -122,8 +138,8 @@ class BatchWriter:
         keys: Sequence[OffloadKey],
         payloads: Sequence[Payload],
         old_places: Sequence[int] | None,
-    ) -> str:
-        """Write a batch and add its blocks to the index; return the reason for a failure."""
+    ) -> tuple[str, bool]:
+        """Write a batch and add its blocks to the index; return why that failed, and whether its place is bad."""
         segment, header = reservation.segment, reservation.header
         try:
             gather = self.gather and old_places is None
@@ -139,14 +155,34 @@ class BatchWriter:
             worth = self.pool.worth
             states = worth.first_states(keys) if old_places is None else self.pool.moved_states(old_places)
         except BaseException as error:
-            with self.pool.changed:
-                self.pool.abandon(reservation)
+            is_bad_place = self._give_up(reservation, error, is_tried_later=old_places is None)
             if not isinstance(error, OSError):
                 raise
-            self.counters.note_io_error("writing blocks", error)
-            return failure_reason(error)
+            return failure_reason(error), is_bad_place
         self.counters.add("stored_batches_total")
-        return "" if self.pool.commit(reservation, keys, entries, states, old_places) else "reset"
+        return "" if self.pool.commit(reservation, keys, entries, states, old_places) else "reset", False
+
+    def _give_up(self, reservation: Reservation, error: BaseException, *, is_tried_later: bool) -> bool:
+        """End a reservation whose batch could not be written; return whether the disk takes writes elsewhere.
+
+        Then its place is left out.
+        """
+        is_bad_place = False
+        try:
+            if isinstance(error, OSError):
+                self.counters.note_io_error("writing blocks", error)
+                is_bad_place = is_of_place(error) and self.probe.takes_writes(
+                    reservation.segment, reservation.header.offset
+                )
+        finally:
+            with self.pool.changed:
+                if is_bad_place:
+                    self.pool.leave_out(reservation, failure_reason(error), is_tried_later=is_tried_later)
+                else:
+                    self.pool.abandon(reservation)
+        if is_bad_place:
+            self.counters.add("refused_places_total")
+        return is_bad_place
 
     def _lay_out(
         self, header: BatchHeader, keys: Sequence[OffloadKey], payloads: Sequence[Payload], *, gather: bool

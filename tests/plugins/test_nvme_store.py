@@ -152,7 +152,7 @@ def test_a_key_that_is_requested_twice_is_loaded_only_if_both_blocks_are(bench: 
     store = bench.open()
     keys = make_keys(1)
     bench.put(store, keys)
-    failures = iter([None, fail(errno.EIO)])
+    failures = iter([None, fail(errno.ENODEV)])
     bench.disk.on_read = lambda buffers, offset: (interfere := next(failures)) and interfere(buffers, offset)
     outcome = store.load(keys * 2, bench.memory(2))
     assert outcome.reason == "io_error"

@@ -47,6 +47,36 @@ class FaultyDisk(Disk):
         super().datasync(fd)
 
 
+class BadPlaces(FaultyDisk):
+    """A disk that refuses transfers of some places. Any thread may call.
+
+    Attributes:
+        reads, writes: The bad places: a segment's slot, the first byte and the one behind the last.
+        code: The error number.
+    """
+
+    def __init__(self, code: int = errno.EIO) -> None:
+        super().__init__()
+        self.code = code
+        self.reads: list[tuple[int, int, int]] = []
+        self.writes: list[tuple[int, int, int]] = []
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._check(self.reads, fd, buffers, offset)
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._check(self.writes, fd, buffers, offset)
+        return super().pwritev(fd, buffers, offset)
+
+    def _check(self, bad: list[tuple[int, int, int]], fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}")) if bad else ""
+        if name.startswith("segment-"):
+            slot, end = int(name[-9:-3]), offset + sum(map(len, buffers))
+            if any(slot == at and offset < last and first < end for at, first, last in bad):
+                raise OSError(self.code, os.strerror(self.code))
+
+
 def _limited(buffers: Sequence[memoryview], limit: int | None) -> list[memoryview]:
     if limit is None:
         return list(buffers)

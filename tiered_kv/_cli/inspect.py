@@ -262,6 +262,8 @@ def _remarks(stack: OperatedStack, tier: TierInspection, *, repairs: bool) -> It
         fill = f"{segments.filled_bytes / segments.size_bytes:.0%}" if segments.size_bytes else "-"
         size = rounded_bytes(segments.size_bytes)
         yield f"{segments.files} segments of {size} in all, {fill} filled; {segments.free} free"
+        if segments.left_out:
+            yield f"{segments.left_out} segments have a place that refused a write, and are left out for a while"
         if segments.unusable:
             yield f"{segments.unusable} segments have no sound header"
     if survey.foreign is not None and survey.foreign.entries:

@@ -204,6 +204,10 @@ TIER: Final = {
     "discarded_segments_total": Metric("Segments deleted at the opening: damaged, or over the capacity.", of="nvme"),
     "deleted_segments_total": Metric("Segments whose file was deleted since the opening.", of="nvme"),
     "damaged_segments_total": Metric("Of these, those where the disk failed, or the file was cut short.", of="nvme"),
+    "refused_places_total": Metric(
+        "Places of the disk that refused a write and are left out, while others take writes.", of="nvme"
+    ),
+    "left_out_segments": Metric("Segments that are left out for such a place.", of="nvme"),
     "lost_segments_total": Metric("Segments whose file somebody else deleted or moved away.", of="nvme"),
     # Shared storage.
     "surveys_total": Metric("Surveys of the directory by this process.", of="fs"),

@@ -82,6 +82,7 @@ class SurveyedSegments:
     unusable: int  # files without a valid header; the tier deletes them when it opens
     size_bytes: int  # of all files
     filled_bytes: int  # the part of it that has been written
+    left_out: int = 0  # files that are filled no further, since the disk refuses writes to a place in them
 
 
 @dataclass(frozen=True, slots=True)
