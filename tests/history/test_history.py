@@ -14,6 +14,7 @@ from tiered_kv.history.ledger import CPU, RequestLog
 from tiered_kv.history.recorder import PENDING_BATCHES_MAX, PENDING_KEYS_MAX, BlockHistory
 from tiered_kv.history.tables import CHUNK_KEYS_MAX, TICKS_PER_S, FateTable, hashes
 from tiered_kv.reasons import Fate
+from tiered_kv.stack import Stack
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import make_keys
 
@@ -266,3 +267,11 @@ def test_without_a_thread_the_queue_is_taken_when_its_caller_is_idle_and_else_ab
         history.work(is_idle=False)
     assert len(history._pending) == chunks // 2
     history.close()
+
+
+def test_a_stack_that_closes_does_not_wait_for_a_long_queue(stack: Stack) -> None:
+    assert stack.history is not None
+    stack.history.close()  # its thread takes no more
+    fill(stack.history)
+    stack.close()
+    assert stack.history.has_work

@@ -496,7 +496,12 @@ class TieringOffloadingManager(CalledManager):
             guarded.stores.reserved_blocks -= num_blocks
 
     def drain_jobs(self, timeout_s: float) -> bool:
-        """Wait until every job has been reported; return False after `timeout_s`."""
+        """Wait until every job has been reported, and counted; return False after `timeout_s`."""
+        is_drained = self._drain(timeout_s)
+        self._account.settle()
+        return is_drained
+
+    def _drain(self, timeout_s: float) -> bool:
         end_s = time.monotonic() + timeout_s
         self._uses.tell(self._clock(), most=None)
         while True:
@@ -504,7 +509,6 @@ class TieringOffloadingManager(CalledManager):
             self.poll()
             is_drained = not self.jobs_in_flight
             if is_drained or time.monotonic() >= end_s:
-                self._account.settle()
                 return is_drained
             time.sleep(_DRAIN_POLL_S)
 
@@ -564,7 +568,7 @@ class TieringOffloadingManager(CalledManager):
         self.primary.shutdown(unmap=not self.jobs_in_flight)
 
     def _close_tiers(self, timeout_s: float) -> None:
-        self.drain_jobs(timeout_s)
+        self._drain(timeout_s)  # a long queue of the history would take seconds more
         self._uses.stop()  # a job that begins from now on is not reported any more
         for guarded in self._tiers:
             for state in self._requests.states.values():
