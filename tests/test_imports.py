@@ -51,7 +51,7 @@ GROUND = (
 """The interfaces and words that every room uses."""
 ROOMS: list[tuple[str, ...]] = [
     tuple(f"tiered_kv.{name}" for name in GROUND.split()),
-    ("tiered_kv.config", "tiered_kv.limits"),
+    ("tiered_kv.config", "tiered_kv.huge_pages", "tiered_kv.limits"),
     ("tiered_kv.metrics",),
     ("tiered_kv.history",),
     ("tiered_kv.cpu",),

@@ -23,6 +23,7 @@ from tiered_kv.config.units import parse_bytes
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv.limits import Limits, Need, Take, compare, require
+from tiered_kv.server.host import Host
 from tiered_kv.stack import needs_of, open_stack
 from tiered_kv.stack_config import load_config
 from tiered_kv.testing.rig import make_keys
@@ -181,6 +182,47 @@ def test_the_descriptors_that_a_message_names_are_enough(tmp_path: Path) -> None
     with soft_limit(resource.RLIMIT_NOFILE, int(named[1])):
         (need,) = (each for each in needs_of(config) if each.what == "descriptors")
     assert need.problem == ""
+
+
+@pytest.mark.parametrize("kind", ["server", "shared", "own"])
+@pytest.mark.parametrize("file", ["memory.max", "memory.high"])
+def test_who_opens_a_stack_is_warned_of_tight_memory_as_check_warns(
+    kind: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows_bytes = 64 * MIB
+    limit = {"memory.max": rows_bytes + 52 * MIB, "memory.high": rows_bytes // 2}[file]
+    used = {"a/memory.current": "0", f"a/{file}": f"{limit}"}
+    limits = limits_of(tmp_path, V2.format(root="/"), "0::/a\n", used)
+    config = load_config({**stack_of(), "primary": {"capacity": rows_bytes}})
+    monkeypatch.setattr("tiered_kv.limits.Limits", lambda: limits)
+    (checked, *_) = needs_of(config)
+    assert file in checked.problem
+    if kind == "server":
+        Host(config).close(0.0)
+    elif kind == "own":
+        open_stack(config).close()
+    else:
+        shared = SharedStack(config, name=f"tiered-kv-test-{os.getpid()}", bytes_per_worker=4096, num_workers=1)
+        shared.open_engine_stack().close()
+    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING] == [checked.problem]
+
+
+def test_rows_in_reserved_huge_pages_count_in_no_limit_of_memory() -> None:
+    config = load_config(stack_of(blocks=64))
+    assert [each.what for each in needs_of(config)] == ["memory"]
+    assert needs_of(config, has_rows=False) == []
+
+
+def test_a_node_s_free_memory_limits_what_is_bound_to_it(tmp_path: Path) -> None:
+    limits = limits_of(tmp_path, "", "", {})
+    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {2 * GIB >> 10} kB\n")
+    node = tmp_path / "sys/devices/system/node/node1"
+    node.mkdir(parents=True)
+    (node / "meminfo").write_text(
+        "Node 1 MemFree: 1024 kB\nNode 1 Active(file): 512 kB\nNode 1 Inactive(file): 512 kB\nNode 1 Active: 9 kB\n"
+    )
+    assert min(each.amount for each in limits.free_memory(1)) == 2 * MIB
+    assert min(each.amount for each in limits.free_memory()) == 2 * GIB
 
 
 def test_memory_high_slows_down_and_is_a_warning(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Final, Literal
 
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError
+from tiered_kv.huge_pages import POOLS, TRANSPARENT, HugePages, PoolLimit, pool_for, pool_name, transparent_sizes
 
 Resource = Literal["memory", "descriptors", "threads", "disk", "shared memory"]
 
@@ -30,6 +31,7 @@ _COUNTS: Final = ("descriptors", "threads")
 _CGROUP: Final = re.compile(r"^\d+:([^:]*):(.*)$", re.M)
 _MOUNT: Final = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*- (cgroup2?) \S+ (\S+)$", re.M)
 _MEMORY: Final = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+_OF_POOL: Final = ("nr", "free", "resv")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 _log = logging.getLogger("tiered_kv")
@@ -50,19 +52,6 @@ class Take:
 class Limit:
     amount: int
     where: str  # for messages
-
-
-@dataclass(frozen=True, slots=True)
-class HugePages:
-    """Reserved huge pages of the default size (vm.nr_hugepages), and how much of them this process may still take."""
-
-    page_bytes: int
-    total_bytes: int
-    free_bytes: int
-    where: str  # what sets the limit
-
-    def pages_of(self, size_bytes: int) -> int:
-        return -(-size_bytes // self.page_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +96,18 @@ class Limits:
         """Return the limits above which processes are slowed down."""
         return [limit for _, limit, _ in self._of_cgroups("memory", {"memory.high": "memory.current"})]
 
-    def free_memory(self) -> list[Limit]:
-        """Return how much more memory can be had now: of the machine, and below the limits of the cgroups.
+    def free_memory(self, numa_node: int | None = None) -> list[Limit]:
+        """Return how much more memory can be had now: of the machine, or a node, and below the limits of the cgroups.
 
         What the kernel keeps of files counts as free, since it gives that up.
         """
         found = []
         if match := re.search(r"MemAvailable: *(\d+) kB", self._read("/proc/meminfo")):
             found.append(Limit(int(match[1]) << 10, "MemAvailable of this machine"))
+        if numa_node is not None:
+            node = self._read(f"/sys/devices/system/node/node{numa_node}/meminfo")
+            if parts := re.findall(r"(?:MemFree|Active\(file\)|Inactive\(file\)): *(\d+) kB", node):
+                found.append(Limit(sum(map(int, parts)) << 10, f"MemFree and files of NUMA node {numa_node}"))
         for folder, limit, used in self._of_cgroups("memory", _MEMORY):
             kept = re.findall(r"^(?:total_)?(?:in)?active_file (\d+)$", self._read(f"{folder}/memory.stat"), re.M)
             # Version 1 gives both the cgroup's own and, behind them, the totals.
@@ -122,20 +115,47 @@ class Limits:
             found.append(Limit(max(0, free), f"{limit.where}, less what it uses"))
         return found
 
-    def huge_pages(self) -> HugePages:
-        """Return the huge pages that are reserved on this machine, and free below the limits of the cgroups."""
+    def huge_pages(self, size_bytes: int = 0) -> HugePages:
+        """Return the pool of reserved huge pages from which to take `size_bytes`, with what is free of it."""
+        return pool_for(self.huge_page_pools(), size_bytes)
+
+    def huge_page_pools(self) -> list[HugePages]:
+        """Return the reserved huge pages of each size, and what is free of them below the limits of the cgroups."""
         found = dict(re.findall(r"^(Huge\w+): *(\d+)", self._read("/proc/meminfo"), re.M))
-        total, free, promised, page_kib = (
-            int(found.get(name, 0)) for name in ("HugePages_Total", "HugePages_Free", "HugePages_Rsvd", "Hugepagesize")
-        )
-        page_bytes = page_kib << 10 or 2 << 20
-        limits = [Limit((free - promised) * page_bytes, "/proc/meminfo")]
-        name = f"hugetlb.{rounded_bytes(page_bytes).replace('i', '')}"
-        names = {f"{name}.max": f"{name}.current", f"{name}.limit_in_bytes": f"{name}.usage_in_bytes"}
-        for _, limit, used in self._of_cgroups("hugetlb", names):
-            limits.append(Limit(max(0, limit.amount - used), limit.where))
-        least = min(limits, key=lambda each: each.amount)
-        return HugePages(page_bytes, total * page_bytes, least.amount, least.where)
+        # Without /proc there are none of any size; the number is for messages.
+        default_bytes = int(found.get("Hugepagesize", 0)) << 10 or 2 << 20
+        pools = []
+        for page_bytes in dict.fromkeys([default_bytes, *sorted(self._pool_sizes())]):
+            folder = f"{POOLS}/hugepages-{page_bytes >> 10}kB"
+            where = f"free_hugepages in {folder}"
+            total, free, promised = (int(self._read(f"{folder}/{each}_hugepages") or 0) for each in _OF_POOL)
+            if page_bytes == default_bytes and "HugePages_Total" in found:
+                total, free, promised = (int(found.get(f"HugePages_{each}", 0)) for each in ("Total", "Free", "Rsvd"))
+                where = "/proc/meminfo"
+            limits = tuple(self._pool_limits(page_bytes))
+            pool_bytes = max(0, free - promised) * page_bytes
+            least = min([(pool_bytes, where), *((each.left, each.where) for each in limits)])
+            pool = (page_bytes, total * page_bytes, *least, page_bytes == default_bytes, pool_bytes, limits)
+            pools.append(HugePages(*pool))
+        return pools
+
+    def transparent_sizes(self, setting: Literal["enabled", "shmem_enabled"], folder: Path = TRANSPARENT) -> list[int]:
+        """Return the sizes of huge pages that the kernel gives of itself, as `huge_pages.transparent_sizes`."""
+        return transparent_sizes(setting, Path(f"{self._root}{folder}"))
+
+    def _pool_sizes(self) -> Iterator[int]:
+        with suppress(OSError):
+            for name in os.listdir(f"{self._root}{POOLS}"):
+                if match := re.fullmatch(r"hugepages-(\d+)kB", name):
+                    yield int(match[1]) << 10
+
+    def _pool_limits(self, page_bytes: int) -> Iterator[PoolLimit]:
+        """Yield the limits of the cgroups: of pages that are used, and of those that are promised (`rsvd`)."""
+        name = pool_name(page_bytes)
+        for kind in (name, f"{name}.rsvd"):
+            names = {f"{kind}.max": f"{kind}.current", f"{kind}.limit_in_bytes": f"{kind}.usage_in_bytes"}
+            for _, limit, used in self._of_cgroups("hugetlb", names):
+                yield PoolLimit(limit.amount, used, limit.where)
 
     def own_memory(self) -> int:
         """Return the bytes of private memory that this process has now."""

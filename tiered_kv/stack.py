@@ -115,7 +115,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         with needing_resources("the stack cannot be opened"), ExitStack() as undo:
             undo.callback(backend.region.close)
             if not is_checked:
-                require(needs_of(config, has_region=True))
+                require(needs_of(config, has_rows=not backend.region.is_reserved))
             self.server = open_server(config)
             if self.server is not None:
                 undo.callback(self.server.close)
@@ -257,10 +257,10 @@ def open_tier(
         return SecondaryTierFactory.create(spec, kv_view, settings)
 
 
-def needs_of(config: StackConfig, *, has_region: bool = False) -> list[Need]:
-    """Return what a stack needs of this process's limits; with `has_region`, beside the primary tier's memory."""
+def needs_of(config: StackConfig, *, has_rows: bool = True) -> list[Need]:
+    """Return what a stack needs of this process's limits; without `has_rows`, its rows are reserved huge pages."""
     region_bytes = config.primary_blocks * config.block.bytes
-    takes = [] if has_region else [Take("memory", region_bytes, "primary.capacity")]
+    takes = [Take("memory", region_bytes, "primary.capacity")] if has_rows else []
     for index, tier in enumerate(config.secondary):
         own = tier.takes(config.block.bytes)
         takes += [replace(take, setting=f"secondary.{index}.{take.setting}") for take in own]
@@ -297,7 +297,7 @@ def open_region(config: StackConfig) -> PrimaryRegion:
         config.primary_blocks,
         config.block.bytes,
         huge_pages=settings.huge_pages,
-        prefault=settings.prefault,
+        prefault=bool(settings.prefault),
         numa_node=settings.numa_node,
     )
     try:

@@ -67,7 +67,10 @@ class PrimarySettings(StrictModel):
         default=None,
         description="Of `tiered-kv serve`: use reserved huge pages (vm.nr_hugepages); by default if they suffice.",
     )
-    prefault: bool = Field(default=False, description="Touch every page when the stack is opened.")
+    prefault: bool | None = Field(
+        default=None,
+        description="Allocate every page when the stack is opened; by default only `tiered-kv serve` does, behind it.",
+    )
     numa_node: Count | None = Field(default=None, ge=0, description="Bind the memory to this NUMA node.")
     promotion_budget: Bytes | None = Field(
         default=None,

@@ -1,26 +1,26 @@
-"""The memory that a server shares with its engines: sealed, allocated in the background, not for forked children."""
+"""The memory that a server shares with its engines: sealed, in huge pages, not for forked children."""
 
 from __future__ import annotations
 
 import faulthandler
 import fcntl
-import logging
 import mmap
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.support.kernels import MACHINES, give_transparent, write_machine
 from tests.support.stacks import stack_of
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.limits import HugePages, Limit, Limits
-from tiered_kv.server import memory
-from tiered_kv.server.memory import PREFAULT_BYTES, Generations, HostRegion, map_generations, map_host_region
+from tiered_kv.huge_pages import HugePages
+from tiered_kv.limits import Limit, Limits
+from tiered_kv.server import allocation, memory
+from tiered_kv.server.memory import Generations, HostRegion, map_generations, map_host_region
 from tiered_kv.stack import open_stack
 
 ROWS, ROW_BYTES = 6, 5000
@@ -87,52 +87,6 @@ def test_python_has_no_page_to_free_when_it_unmaps_rows(monkeypatch: pytest.Monk
     assert resident == [0, 0], "the pages were not unmapped before, or freed before other threads could run"
 
 
-def allocate_all(region: HostRegion) -> None:
-    region.prefault()
-    for thread in region._threads:
-        thread.join()
-
-
-def test_prefault_allocates_all_pages_and_changes_no_byte(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    size_bytes = 5 * PREFAULT_BYTES // 2
-    with closing(HostRegion(2, size_bytes // 2)) as region:
-        region.flat[-1] = 42
-        assert allocated_bytes(region.fd) < size_bytes
-        allocate_all(region)
-        assert allocated_bytes(region.fd) == size_bytes
-        assert caplog.messages[-1] == "100% of the rows' 10MiB are allocated"
-        assert region.flat[-1] == 42
-        assert not region.flat[0]
-
-
-def test_close_stops_prefault(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[int] = []
-
-    def allocate(address: int, _: int) -> None:
-        begun.append(address)
-        while opened._chunks:  # until `close` has begun
-            time.sleep(0.001)
-
-    monkeypatch.setattr(memory, "_allocate", allocate)
-    with closing(HostRegion(64, PREFAULT_BYTES)) as opened:
-        opened.prefault()
-        threads = len(opened._threads)
-        opened.close()
-        assert len(begun) <= threads, "one chunk that each thread has begun"
-
-
-def test_prefault_says_that_there_is_less_memory(
-    region: HostRegion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(address: int, length: int) -> None:
-        raise OSError(14, "Bad address")
-
-    monkeypatch.setattr(memory, "_allocate", refuse)
-    allocate_all(region)
-    assert "the rows' memory cannot be allocated" in caplog.text
-
-
 def test_more_memory_than_is_free_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"primary\.capacity: the rows need 1PiB of memory, and .* are free"):
         HostRegion(1 << 20, 1 << 30)
@@ -140,23 +94,23 @@ def test_more_memory_than_is_free_is_refused() -> None:
 
 def test_a_server_waits_for_memory_that_engines_still_map(monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([1, 1, 1 << 20])
-    monkeypatch.setattr(Limits, "free_memory", lambda _: [Limit(next(free), "a fake")])
+    monkeypatch.setattr(Limits, "free_memory", lambda *_: [Limit(next(free), "a fake")])
     HostRegion(1, 1 << 20, wait_s=60.0).close()
     assert next(free, None) is None
 
 
 def test_a_server_waits_for_huge_pages_that_engines_still_map(monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([0, 0, 2 << 20])
-    monkeypatch.setattr(Limits, "huge_pages", lambda _: HugePages(2 << 20, 2 << 20, next(free), "a fake"))
-    monkeypatch.setattr(memory, "_how_to_reserve", lambda _: "")
+    monkeypatch.setattr(Limits, "huge_pages", lambda *_: HugePages(2 << 20, 2 << 20, next(free), "a fake"))
     HostRegion(1, 1 << 20, reserved=None, wait_s=60.0).close()
     assert next(free, None) is None
 
 
 def test_huge_pages_that_are_not_reserved_are_an_error_that_says_how_to_reserve_them() -> None:
-    rows = 1 << 20  # 2 TiB in all
-    with pytest.raises(ConfigError, match=rf"expected {rows} reserved .* of 2MiB.*vm\.nr_hugepages=\d+, or"):
-        HostRegion(rows, 2 << 20, reserved=True)
+    page_bytes = Limits().huge_pages().page_bytes
+    rows = 1 << 20
+    with pytest.raises(ConfigError, match=rf"expected {rows} reserved .* of \d+[KMG]iB.*nr_hugepages=\d+, or"):
+        HostRegion(rows, page_bytes, reserved=True)
 
 
 def test_only_a_server_uses_reserved_huge_pages() -> None:
@@ -165,24 +119,78 @@ def test_only_a_server_uses_reserved_huge_pages() -> None:
         open_stack(stack)
 
 
-@pytest.mark.parametrize("free_bytes", [0, 1 << 30])
+@pytest.mark.parametrize(("free_bytes", "advice"), [(0, "sysctl vm.nr_hugepages=3586"), (1 << 30, "hugetlb.2MB.max")])
 def test_a_server_starts_without_the_huge_pages_that_it_cannot_have(
-    free_bytes: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    free_bytes: int, advice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(address: int, length: int) -> None:
         raise OSError(14, "Bad address")
 
     found = HugePages(2 << 20, 7 << 30, free_bytes, "a fake")
-    monkeypatch.setattr(Limits, "huge_pages", lambda _: found)
-    monkeypatch.setattr(memory, "_SHMEM_ENABLED", Path("/none"))
-    monkeypatch.setattr(memory, "_allocate", refuse)  # as if a limit that cannot be seen were lower
+    monkeypatch.setattr(Limits, "huge_pages", lambda *_: found)
+    monkeypatch.setattr(memory, "_SHMEM_ENABLED", Path("/none/shmem_enabled"))
+    monkeypatch.setattr(allocation, "populate", refuse)  # as if a limit that cannot be seen were lower
     caplog.set_level("INFO")
     with closing(HostRegion(3, 1 << 20, reserved=None)) as region:
         assert not region.has_huge_pages
         region.array[:] = 1
-    assert f"sysctl vm.nr_hugepages={3584 if free_bytes else 3586}" in caplog.text
-    with pytest.raises(ConfigError, match=r"expected 2 reserved huge pages of 2MiB, found \d+ .*a fake"):
+    assert advice in caplog.text
+    with pytest.raises(ConfigError, match=rf"expected 2 reserved huge pages of 2MiB, found \d+ .*a fake.*{advice}"):
         HostRegion(3, 1 << 20, reserved=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "free", "size", "flags"),
+    [
+        ("x86-64", {2 << 20: 8}, 16 << 20, 21),
+        ("arm64, pages of 16 KiB", {2 << 20: 8}, 16 << 20, 21),
+        ("arm64, pages of 16 KiB", {32 << 20: 1}, 32 << 20, 25),
+        ("arm64, pages of 64 KiB", {2 << 20: 8, 512 << 20: 0}, 16 << 20, 21),
+    ],
+)
+@pytest.mark.parametrize("reserved", [True, None])
+def test_rows_are_in_the_reserved_pages_of_the_size_that_has_enough(
+    machine: str,
+    free: dict[int, int],
+    size: int,
+    flags: int,
+    reserved: bool | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, create = list[int](), os.memfd_create
+
+    def create_plain(name: str, flags: int = 0) -> int:
+        asked.append(flags)
+        return create(name, flags & (os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+
+    write_machine(tmp_path, machine, free)
+    monkeypatch.setattr(memory, "Limits", lambda: Limits(str(tmp_path)))
+    monkeypatch.setattr(os, "memfd_create", create_plain)
+    with closing(HostRegion(16, size // 16, reserved=reserved)) as region:
+        assert region.is_reserved
+        assert region.has_huge_pages
+        assert region.array.ctypes.data % (1 << flags) == 0
+        assert region.ready_rows == 16, "they are allocated, also without prefault"
+    assert [each & os.MFD_HUGETLB and each >> 26 for each in asked] == [flags]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_rows_have_huge_pages_of_the_one_size_that_the_kernel_gives(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "Limits", lambda: Limits(str(tmp_path)))
+    write_machine(tmp_path, machine)
+    with closing(HostRegion(16, 1 << 20)) as region:
+        assert not region.has_huge_pages
+    for size in MACHINES[machine][1]:
+        write_machine(tmp_path, machine)
+        give_transparent(tmp_path, "shmem_enabled", "advise", size)
+        with closing(HostRegion(16, 1 << 20)) as region, closing(map_host_region(region.fd, 16, 1 << 20)) as mapped:
+            fits = size <= 16 << 20
+            assert region.has_huge_pages is fits
+            for each in (region, mapped):
+                assert not fits or each.array.ctypes.data % size == 0
 
 
 @pytest.mark.parametrize("reserved", [True, None])
@@ -191,7 +199,6 @@ def test_reserved_huge_pages_are_used(reserved: bool | None) -> None:
         pytest.skip("no huge pages are reserved")
     region = HostRegion(3, 1 << 20, reserved=reserved)
     with closing(region), closing(map_host_region(region.fd, 3, 1 << 20)) as mapped:
-        allocate_all(region)
         assert region.has_huge_pages
         mapped.array[2, -1] = 5
         assert region.array[2, -1] == 5

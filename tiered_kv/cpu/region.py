@@ -27,13 +27,15 @@ import numpy as np
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.errors import ConfigError, ResourceError, needing_resources
 from tiered_kv.file_systems import allocate
+from tiered_kv.huge_pages import aligned_to, map_aligned
 from tiered_kv.limits import Limits
 from tiered_kv.permissions import NotPrivateError, check_file
 
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
 HEADER_BYTES = 4096
 ROWS_OFFSET = 2 << 20
-"""Byte offset of the first row: the header takes one huge page, so that the rows are aligned to huge pages."""
+"""Byte offset of the first row: the header takes one huge page of 2 MiB. In larger ones the rows begin within a page,
+and their mapping does, too."""
 _FORMAT = 1
 
 # mbind(2) has no wrapper in libc; its number is per architecture (Linux's syscall tables).
@@ -59,6 +61,9 @@ class PrimaryRegion:
         ConfigError: The memory cannot be allocated as requested; the message says what to do.
     """
 
+    is_reserved = False
+    """Whether its pages are reserved huge ones, which count in no limit of memory."""
+
     def __init__(
         self,
         num_blocks: int,
@@ -69,14 +74,15 @@ class PrimaryRegion:
         numa_node: int | None = None,
     ) -> None:
         size_bytes = Geometry(num_blocks, block_bytes).size_bytes
+        sizes = Limits().transparent_sizes("enabled") if huge_pages else []
         try:
-            mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping, start = map_aligned(size_bytes, aligned_to(sizes, size_bytes))
         except (OSError, OverflowError) as error:
             reason = error.strerror if isinstance(error, OSError) else "that is more than there can be"
             raise ConfigError(
                 f"cannot map {rounded_bytes(size_bytes)} of memory: {reason}; lower it", location="primary.capacity"
             ) from error
-        self._adopt(mapping, num_blocks, block_bytes)
+        self._adopt(mapping, num_blocks, block_bytes, start)
         self._place(huge_pages, numa_node)
         if prefault:
             try:
@@ -116,23 +122,26 @@ class PrimaryRegion:
                 f"{format_bytes(wanted)}, found one of {format_bytes(found)}"
             )
         region = cls.__new__(cls)
+        size_bytes = wanted - offset
+        sizes = Limits().transparent_sizes("shmem_enabled") if huge_pages else []
         with needing_resources(f"the region {path} cannot be mapped"):
-            mapping = mmap.mmap(fd, wanted - offset, offset=offset)
-        region._adopt(mapping, num_blocks, block_bytes)
+            mapping, start = map_aligned(size_bytes, aligned_to(sizes, size_bytes), fd=fd, offset=offset)
+        region._adopt(mapping, num_blocks, block_bytes, start)
         region._place(huge_pages, numa_node)
         return region
 
-    def _adopt(self, mapping: mmap.mmap, num_blocks: int, block_bytes: int) -> None:
+    def _adopt(self, mapping: mmap.mmap, num_blocks: int, block_bytes: int, start: int = 0) -> None:
+        """Take over a mapping, in which the rows begin at the byte `start`."""
         self._mapping: mmap.mmap | None = mapping
         self.is_pinned = False
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
-        self.flat = memoryview(mapping)[: num_blocks * block_bytes]  # a mapping of huge pages may be longer
+        self.flat = memoryview(mapping)[start : start + num_blocks * block_bytes]  # the mapping may be longer
         """All bytes, one-dimensional."""
         self.kv_view = self.flat.cast("B", (num_blocks, block_bytes))
         """The same bytes, of shape (num_blocks, block_bytes)."""
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(
-            mapping, dtype=np.uint8, count=num_blocks * block_bytes
+            mapping, dtype=np.uint8, count=num_blocks * block_bytes, offset=start
         ).reshape(num_blocks, block_bytes)
         """The same bytes as a numpy array."""
 

@@ -154,6 +154,7 @@ SERVER: Final = {
     "leased_blocks": Metric("Blocks that may not be evicted, because of their requests."),
     "granted_blocks": Metric("Rows that they have for blocks to be stored."),
     "lacks_huge_pages": Metric("1 if the rows have no huge pages."),
+    "ready_bytes": Metric("Bytes of rows that are allocated, so that engines may use them."),
 }
 """Of a host's server, in its primary tier: `Host.observed`."""
 

@@ -20,6 +20,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError, TieredKVError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.server import protocol
+from tiered_kv.server.allocation import charge_of
 from tiered_kv.server.channel import Channel
 from tiered_kv.server.memory import map_generations, map_host_region
 from tiered_kv.server.protocol import Hello, ProtocolError, Welcome
@@ -206,7 +207,7 @@ class Attachment:
             OSError: No server answers.
         """
         self._ready = self._open()
-        self._attached()
+        self._attached(self._ready)
 
     def take_link(self) -> HostLink | None:
         """Return a new connection, once; begin to connect if there is none. Never waits.
@@ -298,7 +299,7 @@ class Attachment:
                     self._ready = link
                     self._wanted.clear()
                 pause_s = RETRY_MIN_S
-                self._attached()
+                self._attached(link)
             except Exception as error:  # also what nobody expected: the next server may be the right one
                 if self._closed.is_set():
                     return
@@ -320,10 +321,15 @@ class Attachment:
             raise ConfigError("the server has another namespace, or other blocks, than before: connect anew")
         self._blocks = blocks
 
-    def _attached(self) -> None:
+    def _attached(self, link: HostLink) -> None:
         # Whoever was warned of the outage sees its end, too.
-        _log.log(logging.WARNING if self._told else logging.INFO, "attached to the host's cache at %s", self._path)
+        level, payer = logging.WARNING if self._told else logging.INFO, ""
+        if link.welcome.prefault:
+            payer = ": the server allocates its rows (prefault)"
+        _log.log(level, "attached to the host's cache at %s%s", self._path, payer)
         self._told = ""
+        if link.region is not None and not link.welcome.prefault:
+            _log.warning("%s", charge_of(link.welcome.rows * link.welcome.row_bytes))
 
     def _open(self) -> HostLink:
         """Return a new connection.

@@ -51,13 +51,19 @@ FREE_MEMORY_S: Final = 5.0
 
 
 class HostBackend(CPUBackend):
-    """Rows whose generation changes when they are freed: engines see that a block is gone."""
+    """Rows whose generation changes when they are freed: engines see that a block is gone.
+
+    Those that are not allocated yet are not free: to write to one might kill an engine.
+    """
 
     region: HostRegion
 
     def __init__(self, region: HostRegion, generations: Generations) -> None:
         super().__init__(region)
         self.generations = generations
+
+    def get_num_free_blocks(self) -> int:
+        return len(self._free) + self.region.ready_rows - len(self.made)
 
     def free_all(self, blocks: Collection[CPUBlock]) -> None:
         super().free_all(blocks)
@@ -114,9 +120,8 @@ class Host:
                 reserved=settings.reserved_huge_pages,
                 numa_node=settings.numa_node,
                 wait_s=FREE_MEMORY_S,
+                prefault=settings.prefault is not False,
             )
-            if settings.prefault:
-                region.prefault()
             self._backend = HostBackend(region, self.generations)
             self.stack = EngineStack(config, backend=self._backend, on_finished=on_finished, has_idle_caller=True)
         except BaseException:
@@ -129,8 +134,9 @@ class Host:
         self._steps = 0
         self.requests = self.keys = 0
         """Of all sessions."""
-        self.leases_max = max(1, config.primary_blocks // LEASE_SHARE)
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)
+        self._rows = 0
+        """Rows that are ready, as of the last step."""
         self._resets = ResetFile(socket_path, config.identity.digest.hex())
         self._begun = self._resets.written
         """Resets of the file that were begun."""
@@ -144,14 +150,18 @@ class Host:
     @property
     def grant_room(self) -> int:
         """Rows that all sessions together may still be granted."""
-        return self.config.primary_blocks // GRANTS_MAX_SHARE - sum(
-            len(each.granted) for each in self.sessions.values()
-        )
+        granted = sum(len(each.granted) for each in self.sessions.values())
+        return self.region.ready_rows // GRANTS_MAX_SHARE - granted
+
+    @property
+    def leases_max(self) -> int:
+        """Rows that one session may lease."""
+        return max(1, self.region.ready_rows // LEASE_SHARE)
 
     @property
     def lease_room(self) -> int:
         """Rows that all sessions together may still lease."""
-        leases_max = max(1, int(self.config.primary_blocks * LEASES_MAX_SHARE))
+        leases_max = max(1, int(self.region.ready_rows * LEASES_MAX_SHARE))
         return max(0, leases_max - sum(each.leases for each in self.sessions.values()))
 
     def observed(self) -> Observed:
@@ -165,6 +175,7 @@ class Host:
             "leased_blocks": sum(each.leases for each in sessions),
             "granted_blocks": sum(len(each.granted) for each in sessions),
             "lacks_huge_pages": int(not self.region.has_huge_pages),
+            "ready_bytes": self.region.ready_rows * self.region.block_bytes,
         }
         return counted
 
@@ -191,6 +202,8 @@ class Host:
 
     def welcome(self) -> Welcome:
         rows = self.config.primary_blocks
+        usable = rows if self.region.is_allocating else self.region.ready_rows
+        grant_max = max(1, usable // GRANT_MAX_SHARE)
         return Welcome(
             instance=self.instance,
             namespace=self.config.identity.digest.hex(),
@@ -198,11 +211,12 @@ class Host:
             row_bytes=self.config.block.bytes,
             block_tokens=self.config.block.tokens,
             epoch=self.epoch,
-            grant_rows=min(max(rows // GRANT_SHARE, GRANT_ROWS_MIN), self.grant_max),
-            grant_max=self.grant_max,
+            grant_rows=min(max(usable // GRANT_SHARE, GRANT_ROWS_MIN), grant_max),
+            grant_max=grant_max,
             tiers=["cpu", *self.stack.tier_names],
             answer_s=ANSWER_S,
             wait_s=self.config.primary.request_wait,
+            prefault=self.region.is_prefaulted,
         )
 
     def see_resets(self) -> None:
@@ -217,6 +231,9 @@ class Host:
     def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
         """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
         self._steps += 1
+        if self._rows != self.region.ready_rows:
+            self._rows = self.region.ready_rows
+            self.manager.limit_promotions(self._rows)
         if not self._is_written and self._seen == self._begun and self.manager.has_saved_reset:
             self._is_written = True
             self._resets.note_written(self._begun)
@@ -282,6 +299,7 @@ class Host:
         """Close the stack. Engines keep what they have mapped, and this process writes no row any more."""
         for session in self.sessions.values():
             session.close()
+        self.region.stop_allocating()
         self.stack.close(timeout)
         if not self._is_written and self.manager.has_saved_reset:
             self._resets.note_written(self._begun)

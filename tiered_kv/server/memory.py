@@ -10,17 +10,13 @@ Engines write to the rows. They only read the generations: the kernel refuses an
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import logging
 import mmap
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -29,20 +25,22 @@ import numpy as np
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import Geometry, PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError, needing_resources
-from tiered_kv.limits import HugePages, Limit, Limits
-from tiered_kv.threads import start_thread
+from tiered_kv.huge_pages import TRANSPARENT, HugePages, aligned_to, map_aligned, pool_name
+from tiered_kv.limits import Limit, Limits
+from tiered_kv.server.allocation import RowAllocation
 
-PREFAULT_BYTES: Final = 4 << 20
-"""What one call of the kernel allocates. Meanwhile, a few milliseconds, the process can map no other memory."""
-_PREFAULT_THREADS: Final = 4
-_PREFAULT_NICE: Final = 10
-"""The server already answers, and engines run: what they need of the processors goes first."""
+ROWS_MIN: Final = 2
+"""A server without memory for so many does not start."""
+SPARE_BYTES: Final = 32 << 20
+SPARE_SHARE: Final = 8
+"""What rows leave free: so many bytes, or one byte in so many of theirs. The server needs memory of its own."""
+_LOOK_BYTES: Final = 64 << 20
+"""After so many bytes of rows, the server looks anew at how much memory is free."""
 _POLL_S: Final = 0.05
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1; not in Python 3.11's fcntl
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the mmap module
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
-_SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_SHMEM_ENABLED: Final = TRANSPARENT / "shmem_enabled"
 
 _log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -77,20 +75,22 @@ class SealedRegion(PrimaryRegion):
 class HostRegion(SealedRegion):
     """The server's rows of one namespace, in a sealed file without a name that its engines map (`map_host_region`).
 
-    One thread creates and closes it and starts `prefault`; any thread may wait for it.
+    One thread creates and closes it; any thread may read how many rows are ready.
 
     Args:
         num_blocks, block_bytes: As of `PrimaryRegion`.
-        huge_pages: Ask for transparent huge pages. The kernel gives them only where its setting `shmem_enabled`, in
-            /sys/kernel/mm/transparent_hugepage, is not `never`, as it is by default.
-        reserved: Take the huge pages that are reserved for such use (vm.nr_hugepages) instead. With None, only if
-            `huge_pages` are asked for, enough are free, and on any node.
+        huge_pages: Ask for transparent huge pages. The kernel gives them only where a setting `shmem_enabled`, in
+            /sys/kernel/mm/transparent_hugepage or a folder of it, is not `never`, as it is by default.
+        reserved: Take the huge pages that are reserved for such use (vm.nr_hugepages) instead, of any size. With None,
+            only if `huge_pages` are asked for, enough are free, and on any node.
         numa_node: Bind the memory to this node, for all processes that map it.
         wait_s: How long to wait until enough memory is free: engines may still have mapped that of a killed server.
+        prefault: Allocate all rows in the background, and hand out only those that are allocated. Without it, a page
+            counts for the process that touches it first. Reserved huge pages are always allocated.
 
     Raises:
         ConfigError: Less memory is free, or fewer huge pages are reserved, than the rows need, or it cannot be bound.
-        ResourceError: The system gives no descriptor, or maps no more memory.
+        ResourceError: The system gives no descriptor, or maps no more memory, or refuses the first rows.
     """
 
     def __init__(
@@ -102,95 +102,118 @@ class HostRegion(SealedRegion):
         reserved: bool | None = False,
         numa_node: int | None = None,
         wait_s: float = 0.0,
+        prefault: bool = False,
     ) -> None:
         wanted = Geometry(num_blocks, block_bytes).size_bytes
-        self._threads: list[threading.Thread] = []
-        self._chunks: deque[int] = deque()  # offsets that no thread has begun with
-        self._lock = threading.Lock()  # guards the number below
-        self._allocated_bytes = 0
+        self._least_bytes = min(ROWS_MIN, num_blocks) * block_bytes
+        self._numa_node = numa_node
+        self._allocation: RowAllocation | None = None
+        self._lacking = ""  # what to do to have reserved huge pages
+        self.is_reserved = False
         try:
-            mapping = self._map_reserved(wanted, wait_s) if reserved else None
+            mapped = self._map_reserved(wanted, wait_s) if reserved else None
             if reserved is None and huge_pages and numa_node is None:
                 with suppress(ConfigError):
-                    mapping = self._map_reserved(wanted, wait_s)
-            is_reserved = mapping is not None
-            if mapping is None:
-                _wait_for_free(wanted, wait_s)
-                mapping = self._map(wanted)
-            self._adopt(mapping, num_blocks, block_bytes)
-            self._place(huge_pages and not is_reserved and _gives_huge_pages(), numa_node)
-            self.has_huge_pages |= is_reserved
+                    mapped = self._map_reserved(wanted, wait_s)
+            self.is_reserved = mapped is not None
+            sizes = _transparent_sizes(wanted) if huge_pages and not self.is_reserved else []
+            if mapped is None:
+                _wait_for_free(wanted, wait_s, numa_node)
+                mapped = self._map(wanted, sizes)
+            self._adopt(mapped[0], num_blocks, block_bytes, mapped[1])
+            self._place(bool(sizes), numa_node)
+            self.has_huge_pages |= self.is_reserved
             if huge_pages and not self.has_huge_pages:
-                _log.info("the rows have no huge pages, with which disks are faster; %s", _how_to_reserve(wanted))
+                how = self._lacking or Limits().huge_pages(wanted).advice(wanted) or "set reserved_huge_pages to true"
+                _log.info("the rows have no huge pages, with which disks are faster; %s", how)
             with needing_resources("the rows' memory cannot be sealed"):
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+            if prefault and self._allocation is None:
+                self._allocation = self._begun(self.array.ctypes.data, mmap.PAGESIZE)
+                if self._allocation.ready_bytes < self._least_bytes:
+                    raise ResourceError(self._allocation.refusal)
+            if self._allocation is not None:
+                self._allocation.go_on()
         except BaseException:
             self.close()
             raise
 
-    def prefault(self) -> None:
-        """Start to allocate all pages in the background, so that later no engine's copy waits for a page. Call it once.
+    @property
+    def ready_rows(self) -> int:
+        """How many rows, the first ones, may be handed out: a touch of them allocates no page."""
+        allocation = self._allocation
+        return (
+            self.num_blocks if allocation is None else min(self.num_blocks, allocation.ready_bytes // self.block_bytes)
+        )
 
-        Rows may be used meanwhile: their bytes do not change. The threads log each tenth; the time is the kernel's,
-        which clears the pages. Before Linux 5.14, or if the system gives no thread, a page is allocated with its first
-        use.
-        """
-        self._chunks.extend(range(0, self._size_bytes, PREFAULT_BYTES))
-        address = self.array.ctypes.data
-        with suppress(ResourceError):
-            for number in range(_PREFAULT_THREADS):
-                self._threads.append(start_thread(self._populate, f"tiered-kv-prefault-{number}", address))
+    @property
+    def is_prefaulted(self) -> bool:
+        """Whether a row is allocated before it is handed out."""
+        return self._allocation is not None
+
+    @property
+    def is_allocating(self) -> bool:
+        """Whether more rows may become ready."""
+        return self._allocation is not None and not self._allocation.is_over
+
+    def stop_allocating(self) -> None:
+        """Leave the other rows as they are. It waits for one call of the kernel at most."""
+        if self._allocation is not None:
+            self._allocation.close()
 
     def close(self) -> bool:
-        """Stop `prefault`, and unmap the region."""
-        self._chunks.clear()
-        for thread in self._threads:
-            thread.join()  # of one chunk at most
-        self._threads.clear()
+        """Stop to allocate, and unmap the region."""
+        self.stop_allocating()
         return super().close()
 
-    def _map_reserved(self, wanted: int, wait_s: float) -> mmap.mmap:
+    def _begun(self, address: int, page_bytes: int) -> RowAllocation:
+        room = None if self.is_reserved else self._room
+        allocation = RowAllocation(self.fd, address, self._size_bytes, page_bytes=page_bytes, room=room)
+        allocation.begin()
+        return allocation
+
+    def _room(self, wanted: int) -> tuple[int, str]:
+        """Return how many bytes the rows may take now; where that is less than `wanted`, also why."""
+        spare_bytes = min(SPARE_BYTES, self._size_bytes // SPARE_SHARE)
+        least = _least_free(wanted + spare_bytes, self._numa_node)
+        why = (
+            f"{rounded_bytes(least.amount)} are free ({least.where}), of which {rounded_bytes(spare_bytes)} are spared"
+        )
+        return min(max(wanted, _LOOK_BYTES), least.amount - spare_bytes), why
+
+    def _map_reserved(self, wanted: int, wait_s: float) -> tuple[mmap.mmap, int]:
         found = _wait_for_reserved(wanted, wait_s)
-        if found.free_bytes >= wanted:
+        self._lacking = found.advice(wanted)
+        if found.has_room_for(wanted):
             try:
-                mapping = self._map(wanted, os.MFD_HUGETLB)
-                # A limit that cannot be seen here would kill the process with its first use of a page.
-                _allocate(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), found.page_bytes)
-                return mapping
-            except (OSError, ResourceError):
+                return self._allocated_reserved(wanted, found)
+            except (OSError, ResourceError) as error:
+                limit = f"{pool_name(found.page_bytes)}.max"
+                self._lacking = f"raise a limit that cannot be seen here, such as {limit} of a cgroup above: {error}"
+                self._allocation, self.is_reserved = None, False
                 super().close()
         raise ConfigError(
             f"expected {found.pages_of(wanted)} reserved huge pages of {format_bytes(found.page_bytes)}, found "
-            f"{found.pages_of(found.free_bytes)} that are free ({found.where}); {_how_to_reserve(wanted)}, or set this "
-            "to false",
+            f"{found.free_bytes // found.page_bytes} that are free ({found.where}); {self._lacking}, or set this to "
+            "false",
             location="primary.reserved_huge_pages",
         )
 
-    def _map(self, wanted: int, flags: int = 0) -> mmap.mmap:
+    def _allocated_reserved(self, wanted: int, pool: HugePages) -> tuple[mmap.mmap, int]:
+        mapping, start = self._map(wanted, [pool.page_bytes], pool.memfd_flags)
+        self.is_reserved = True
+        self._allocation = self._begun(ctypes.addressof(ctypes.c_char.from_buffer(mapping, start)), pool.page_bytes)
+        if self._allocation.refusal:
+            mapping.close()
+            raise ResourceError(self._allocation.refusal)
+        return mapping, start
+
+    def _map(self, wanted: int, sizes: Sequence[int], flags: int = 0) -> tuple[mmap.mmap, int]:
         self.fd = _create("tiered-kv-rows", flags)
         self._size_bytes = _rounded_to_pages(self.fd, wanted)
         with needing_resources(f"{rounded_bytes(wanted)} of memory cannot be mapped"):
             os.ftruncate(self.fd, self._size_bytes)
-            return mmap.mmap(self.fd, self._size_bytes)
-
-    def _populate(self, address: int) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PREFAULT_NICE)  # of this thread only
-        with suppress(IndexError):
-            while True:
-                offset = self._chunks.popleft()
-                length = min(PREFAULT_BYTES, self._size_bytes - offset)
-                try:
-                    _allocate(address + offset, length)
-                except OSError as error:
-                    self._chunks.clear()
-                    _log.error("%s", ResourceError.of("the rows' memory cannot be allocated", error))
-                    return
-                with self._lock:
-                    tenth = 10 * self._allocated_bytes // self._size_bytes
-                    self._allocated_bytes += length
-                    if (now := 10 * self._allocated_bytes // self._size_bytes) > tenth:
-                        _log.info("%d0%% of the rows' %s are allocated", now, rounded_bytes(self._size_bytes))
+            return map_aligned(self._size_bytes, aligned_to(sizes, self._size_bytes), fd=self.fd)
 
 
 class Generations:
@@ -211,6 +234,7 @@ class Generations:
         try:
             with needing_resources("the rows' generations cannot be mapped"):
                 os.ftruncate(self.fd, rows * 4)
+                os.posix_fallocate(self.fd, 0, rows * 4)  # else a page counts for the engine that reads it first
                 self.values = memoryview(mmap.mmap(self.fd, rows * 4)).cast("I")
                 seals = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
@@ -252,11 +276,14 @@ def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> SealedRegion:
     """
     region = SealedRegion.__new__(SealedRegion)
     with needing_resources("the rows of the host's cache cannot be mapped"):
-        mapping = mmap.mmap(fd, 0)  # all of it: a file of huge pages is longer than the rows
+        size_bytes = os.fstat(fd).st_size  # all of it: a file of huge pages is longer than the rows
+        page_bytes = os.fstatvfs(fd).f_bsize
+        sizes = _transparent_sizes(size_bytes) if page_bytes <= mmap.PAGESIZE else [page_bytes]
+        mapping, start = map_aligned(size_bytes, aligned_to(sizes, size_bytes), fd=fd)
         mapping.madvise(mmap.MADV_DONTFORK)
         region.fd = os.dup(fd)
-    region._adopt(mapping, num_blocks, block_bytes)
-    _not_inherited[mapping] = (region.array.ctypes.data, len(mapping), _identity(fd))
+    region._adopt(mapping, num_blocks, block_bytes, start)
+    _not_inherited[mapping] = (region.array.ctypes.data - start, len(mapping), _identity(fd))
     region._place(True, None)
     return region
 
@@ -285,10 +312,14 @@ def _rounded_to_pages(fd: int, size_bytes: int) -> int:
     return -(-size_bytes // page_bytes) * page_bytes
 
 
-def _wait_for_free(wanted: int, wait_s: float) -> None:
+def _least_free(wanted: int, numa_node: int | None) -> Limit:
+    return min(Limits().free_memory(numa_node), key=lambda each: each.amount, default=Limit(wanted, ""))
+
+
+def _wait_for_free(wanted: int, wait_s: float, numa_node: int | None) -> None:
     end_s = time.monotonic() + wait_s
     while True:
-        least = min(Limits().free_memory(), key=lambda each: each.amount, default=Limit(wanted, ""))
+        least = _least_free(wanted, numa_node)
         if least.amount >= wanted:
             return
         if time.monotonic() >= end_s:
@@ -303,29 +334,16 @@ def _wait_for_free(wanted: int, wait_s: float) -> None:
 def _wait_for_reserved(wanted: int, wait_s: float) -> HugePages:
     end_s = time.monotonic() + wait_s
     while True:
-        found = Limits().huge_pages()
-        if found.free_bytes >= wanted or found.total_bytes < wanted or time.monotonic() >= end_s:
+        found = Limits().huge_pages(wanted)
+        if found.has_room_for(wanted) or not found.may_get_room_for(wanted) or time.monotonic() >= end_s:
             return found
         time.sleep(_POLL_S)
 
 
-def _how_to_reserve(wanted: int) -> str:
-    found = Limits().huge_pages()
-    pages = found.pages_of(found.total_bytes) + found.pages_of(max(0, wanted - found.free_bytes))
-    return f"reserve them, at best when the machine starts: sysctl vm.nr_hugepages={pages}"
-
-
-def _gives_huge_pages() -> bool:
-    with suppress(OSError):
-        return not {"[never]", "[deny]"}.intersection(_SHMEM_ENABLED.read_text().split())
-    return False
-
-
-def _allocate(address: int, length: int) -> None:
-    """Allocate the pages of a part of a mapping, without a change of their bytes. Other threads run meanwhile."""
-    failed = _libc.madvise(address, length, _MADV_POPULATE_WRITE)
-    if failed and (code := ctypes.get_errno()) != errno.EINVAL:  # an older kernel allocates pages with their first use
-        raise OSError(code, os.strerror(code))
+def _transparent_sizes(size_bytes: int) -> list[int]:
+    """Return the sizes of huge pages that rows of `size_bytes` may have."""
+    sizes = Limits().transparent_sizes("shmem_enabled", _SHMEM_ENABLED.parent)
+    return [size for size in sizes if size <= size_bytes]
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -158,6 +158,7 @@ class Welcome:
         answer_s: How long the client waits for an answer.
         wait_s: How long a request waits for blocks that may come.
         version: Of the protocol of this connection.
+        prefault: Whether the rows that the client may touch are allocated. Else they count for who touches them first.
     """
 
     instance: _Name
@@ -172,6 +173,7 @@ class Welcome:
     answer_s: _Seconds
     wait_s: _Seconds
     version: _Small = VERSION
+    prefault: bool = False
 
 
 def check_path(path: str, location: str) -> None:

@@ -83,7 +83,7 @@ def _checked(fields: dict[str, Any], body: bytes) -> Welcome:  # Any: JSON
             f"the server speaks version {version}, this process {protocol.VERSION_MIN} to {protocol.VERSION}: upgrade "
             "the server"
         )
-    missing = [name for name in Welcome.__slots__ if name not in fields]
+    missing = [name for name in Welcome.__slots__ if name not in fields and name != "prefault"]
     if missing:
         raise ConfigError(f"the server does not say {', '.join(missing)}: upgrade the server")
     try:

@@ -100,8 +100,7 @@ class TieringOffloadingManager(CalledManager):
         )
         self._cascade = Cascade(primary)
         self._uses = Uses(primary, self._tiers, clock)
-        blocks_max = self.limits.promotion_blocks_max or max(num_blocks // 2, 1)
-        self._promotions = Promotions(primary, blocks_max, self.limits.hold_s, clock, self._fill)
+        self._promotions = Promotions(primary, self._promotions_max(num_blocks), self.limits.hold_s, clock, self._fill)
         self._requests = RequestTable(
             self.limits.requests_max, self.limits.wait_max_s, self._end_request, clock, primary.outdated, self.cost
         )
@@ -481,6 +480,15 @@ class TieringOffloadingManager(CalledManager):
     @property
     def jobs_in_flight(self) -> int:
         return sum(len(guarded.jobs) for guarded in self._tiers)
+
+    def limit_promotions(self, rows: int) -> None:
+        """Let promotions, and blocks held for requests, take their share of so many rows: others cannot be used yet."""
+        self._promotions.blocks_max = self._promotions_max(rows)
+
+    def _promotions_max(self, rows: int) -> int:
+        share = max(rows // 2, 1)
+        most = self.limits.promotion_blocks_max or share
+        return most if rows == self.num_rows else min(most, share)
 
     def spare_own(self, req_context: ReqContext) -> None:
         self.primary.chain_of(req_context).spares_own = True

@@ -42,7 +42,8 @@ class Prefetches:
         self.running: dict[RequestState, _Prefetch] = {}
         self._taken: dict[RequestState, int] = {}
         """How many keys of each request were looked up and not missed."""
-        self._room = int(promotions.blocks_max * PREFETCH_SHARE)
+        self._used = 0
+        """All of them together."""
 
     def begin(self, keys: Iterable[OffloadKey], state: RequestState) -> None:
         """Look up `keys` at the ends of steps."""
@@ -61,7 +62,7 @@ class Prefetches:
                 ended.append(state)
                 continue
             keys, prefetch.wanted = prefetch.wanted[:left], prefetch.wanted[left:]
-            new_max = min(left - len(keys), self._room)
+            new_max = min(left - len(keys), int(self._promotions.blocks_max * PREFETCH_SHARE) - self._used)
             if not keys and new_max <= 0:
                 break
             new = list(itertools.islice(prefetch.upcoming, max(new_max, 0)))
@@ -78,7 +79,7 @@ class Prefetches:
         self.running.pop(state, None)
         taken = self._taken.pop(state, None)
         if taken is not None:
-            self._room += taken
+            self._used -= taken
             state.lookups.keep_unanswered(())  # the request itself has not waited for these answers
 
     def clear(self) -> None:
@@ -87,7 +88,7 @@ class Prefetches:
             self.leave(state)
 
     def _count(self, state: RequestState, blocks: int) -> None:
-        self._room -= blocks
+        self._used += blocks
         self._taken[state] = self._taken.get(state, 0) + blocks
 
     def _look_up(self, keys: list[OffloadKey], state: RequestState, prefetch: _Prefetch) -> bool:

@@ -1,0 +1,236 @@
+"""A server's rows are allocated before an engine gets them: where pages are refused, there are fewer rows."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+import tiered_kv
+from tests.support.host_server import BLOCK_BYTES, WAIT_S, Engine, Served, keys_of, serving, stack_of
+from tiered_kv.errors import ResourceError
+from tiered_kv.limits import Limit, Limits
+from tiered_kv.server import allocation, memory
+from tiered_kv.server.memory import Generations, HostRegion
+from tiered_kv.testing.control import wait_until
+
+CHUNK_ROWS, ROWS = 16, 256
+CHUNK_BYTES = CHUNK_ROWS * BLOCK_BYTES
+_populate = allocation.populate
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation, "CHUNK_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(allocation, "FIRST_BYTES", CHUNK_BYTES)
+    monkeypatch.setattr(memory, "_LOOK_BYTES", CHUNK_BYTES)
+
+
+class Pages:
+    """Refuses pages, or lets their allocation wait. The first address that is touched is that of the first row."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.refused_from = 1 << 62
+        self.error = errno.EFAULT
+        self.touched: list[int] = []
+        self._lock = threading.Lock()
+        monkeypatch.setattr(allocation, "populate", self._touch)
+
+    def _touch(self, address: int, length: int) -> None:
+        with self._lock:
+            self.touched.append(address)
+            offset = address - min(self.touched)
+        if offset:
+            assert self.may_go_on.wait(WAIT_S)
+        if offset + length > self.refused_from:
+            raise OSError(self.error, os.strerror(self.error))
+        _populate(address, length)
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> Pages:
+    return Pages(monkeypatch)
+
+
+def allocated_bytes(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def wait_for_rows(served: Served) -> int:
+    region = served.host.region
+    wait_until(lambda: not region.is_allocating)
+    return region.ready_rows
+
+
+def store_all(engine: Engine, count: int = 2 * ROWS) -> set[int]:
+    """Store more blocks than there are rows, and return the rows that were written."""
+    rows, region_row = set[int](), engine.region_row
+
+    def noted(row: int) -> memoryview:
+        rows.add(row)
+        return region_row(row)
+
+    engine.region_row = noted  # type: ignore[method-assign]
+    for first in range(0, count, 4):
+        engine.store(keys_of(4, first))
+    return set(map(int, rows))
+
+
+def test_only_rows_that_are_allocated_are_handed_out(tmp_path: Path, pages: Pages) -> None:
+    pages.may_go_on.clear()
+    with serving(tmp_path, stack_of(ROWS)) as served:
+        engine, region = served.engine(), served.host.region
+        assert region.is_allocating, "the server answers meanwhile"
+        written = store_all(engine)
+        assert written <= set(range(CHUNK_ROWS))
+        assert allocated_bytes(region.fd) == CHUNK_BYTES, "no touch has allocated a page"
+        pages.may_go_on.set()
+        assert wait_for_rows(served) == ROWS
+        assert max(store_all(engine)) == ROWS - 1
+        assert allocated_bytes(region.fd) == ROWS * BLOCK_BYTES
+        assert served.host.observed().counters()["cpu"]["ready_bytes"] == ROWS * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 7, 15])
+def test_where_pages_are_refused_the_server_has_fewer_rows_and_says_so(
+    chunks: int, tmp_path: Path, pages: Pages, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages.refused_from = chunks * CHUNK_BYTES
+    caplog.set_level(logging.INFO)
+    with serving(tmp_path, stack_of(ROWS)) as served:
+        engine = served.engine()
+        rows = wait_for_rows(served)
+        assert rows == chunks * CHUNK_ROWS
+        assert store_all(engine) <= set(range(rows))
+        assert engine.load(keys_of(4, 2 * ROWS - 4)) == 4
+        counted = served.host.observed().counters()["cpu"]
+        assert counted["ready_bytes"] == rows * BLOCK_BYTES
+        assert counted["used_blocks"] <= rows
+    assert (
+        f"the rows' memory cannot be allocated: Bad address; only the rows in {64 * chunks}KiB of 1MiB" in caplog.text
+    )
+    assert "100% of" not in caplog.text
+
+
+def test_few_rows_are_shared_as_all_of_them_would_be(tmp_path: Path, pages: Pages) -> None:
+    pages.refused_from = 2 * CHUNK_BYTES
+    with serving(tmp_path, stack_of(ROWS)) as served:
+        rows, host = wait_for_rows(served), served.host
+        for number, engine in enumerate([served.engine(), served.engine()]):
+            for first in range(0, rows, 4):
+                engine.store(keys_of(4, 100 * number + first))
+        assert served.count(lambda host: host.leases_max) == rows // 2
+        assert served.count(lambda host: host.lease_room) == rows * 3 // 4
+        assert served.count(lambda host: sum(len(each.granted) for each in host.sessions.values())) <= rows // 2
+        assert host.manager._promotions.blocks_max == rows // 2
+
+
+def test_a_server_whose_first_rows_are_refused_does_not_start(tmp_path: Path, pages: Pages) -> None:
+    pages.refused_from = 0
+    with pytest.raises(ResourceError, match="the rows' memory cannot be allocated: Bad address"), serving(tmp_path):
+        pass
+
+
+def test_rows_leave_memory_free_for_everything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Other processes fill the memory meanwhile: to go on would let the kernel kill one of them, or the server."""
+    spare, left = ROWS * BLOCK_BYTES // memory.SPARE_SHARE, iter(range(4, -1, -1))
+    free = iter([ROWS * BLOCK_BYTES])
+    monkeypatch.setattr(
+        Limits, "free_memory", lambda *_: [Limit(next(free, 0) or spare + next(left) * CHUNK_BYTES, "memory.max")]
+    )
+    with serving(tmp_path, stack_of(ROWS)) as served:
+        assert wait_for_rows(served) == 5 * CHUNK_ROWS
+    assert "cannot be allocated: 128KiB are free (memory.max), of which 128KiB are spared" in caplog.text
+
+
+@pytest.mark.parametrize("code", [0, errno.ENOSPC])
+def test_an_older_kernel_allocates_the_file(
+    code: int, tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows no MADV_POPULATE_WRITE."""
+    pages.refused_from, pages.error = 0, errno.EINVAL
+    fallocate = os.posix_fallocate
+
+    def allocate(fd: int, offset: int, length: int) -> None:
+        if code and offset >= 3 * CHUNK_BYTES:
+            raise OSError(code, os.strerror(code))
+        fallocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    with serving(tmp_path, stack_of(ROWS)) as served:
+        rows = wait_for_rows(served)
+        assert rows == (3 * CHUNK_ROWS if code else ROWS)
+        assert allocated_bytes(served.host.region.fd) == rows * BLOCK_BYTES
+        assert store_all(served.engine()) <= set(range(rows))
+
+
+def test_all_rows_are_allocated_if_the_system_gives_no_thread_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> threading.Thread:
+        raise ResourceError("no thread")
+
+    monkeypatch.setattr(allocation, "start_thread", refuse)
+    with closing(HostRegion(ROWS, BLOCK_BYTES, prefault=True)) as region:
+        assert region.ready_rows == ROWS
+        assert not region.is_allocating
+
+
+def test_allocating_changes_no_byte_and_logs_its_progress(pages: Pages, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    pages.may_go_on.clear()
+    with closing(HostRegion(10 * CHUNK_ROWS, BLOCK_BYTES, prefault=True)) as region:
+        region.flat[-1] = region.flat[0] = 42
+        pages.may_go_on.set()
+        wait_until(lambda: not region.is_allocating)
+        assert allocated_bytes(region.fd) == 10 * CHUNK_BYTES
+        assert region.flat[-1] == region.flat[0] == 42
+        assert not any(region.flat[1:-1])
+    assert "100% of the rows' 640KiB are allocated" in caplog.text
+
+
+def test_closing_stops_it(pages: Pages) -> None:
+    pages.may_go_on.clear()
+    region = HostRegion(ROWS, BLOCK_BYTES, prefault=True)
+    closer = threading.Thread(target=region.close)
+    closer.start()
+    wait_until(lambda: region._allocation is not None and not region._allocation._end)
+    pages.may_go_on.set()
+    closer.join(WAIT_S)
+    assert not closer.is_alive()
+    assert len(pages.touched) <= 1 + 4, "one chunk that each thread has begun"
+
+
+def test_the_numbers_beside_the_rows_are_allocated_by_the_server() -> None:
+    with closing(Generations(ROWS * 1024)) as generations:
+        assert allocated_bytes(generations.fd) == ROWS * 1024 * 4
+
+
+@pytest.mark.parametrize("prefault", [None, True, False])
+def test_a_program_hears_whether_rows_may_count_for_it(
+    prefault: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stack = stack_of(ROWS)
+    if prefault is not None:
+        stack["primary"] = {"capacity": ROWS * BLOCK_BYTES, "prefault": prefault}
+    found = [Limit(100 << 30, "memory.max of the cgroup /a"), Limit(1 << 40, "x")]
+    monkeypatch.setattr(Limits, "memory", lambda *_: found)
+    caplog.set_level(logging.INFO)
+    with serving(tmp_path, stack) as served, tiered_kv.connect(served.address) as cache:
+        assert cache.is_attached
+        region = served.host.region
+        wait_until(lambda: not region.is_allocating)
+        assert allocated_bytes(region.fd) == (0 if prefault is False else ROWS * BLOCK_BYTES)
+        assert region.ready_rows == ROWS
+    warned = [each.getMessage() for each in caplog.records if "may count for this process" in each.getMessage()]
+    assert len(warned) == (prefault is False)
+    assert all("1MiB" in each and "100GiB (memory.max of the cgroup /a)" in each for each in warned)
+    assert all("primary.prefault" in each for each in warned)
+    assert ("the server allocates its rows" in caplog.text) is (prefault is not False)

@@ -1,0 +1,197 @@
+"""The allocation of a server's rows: pages, from the first row on, before any engine may touch them.
+
+Who touches a page first pays for it. An engine whose container may not have it is killed: by a SIGBUS if it is a
+reserved huge page, by the kernel's OOM killer otherwise. So the server touches each page first, and hands out the rows
+in front of the first byte that is not allocated. Where the system refuses a page, there will be no others.
+
+`HostRegion` makes an allocation and starts it, on the thread that opens a stack. Its own threads run until the end, or
+until `close`. Any thread may read what is allocated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+from tiered_kv.config.units import rounded_bytes
+from tiered_kv.errors import ResourceError
+from tiered_kv.limits import Limit, Limits
+from tiered_kv.threads import start_thread
+
+CHUNK_BYTES: Final = 4 << 20
+"""What one call of the kernel allocates. Meanwhile, a few milliseconds, the process can map no other memory."""
+FIRST_BYTES: Final = 64 << 20
+"""What is allocated before the start goes on: some tens of milliseconds."""
+_THREADS: Final = 4
+_NICE: Final = 10
+"""The server already answers, and engines run: what they need of the processors goes first."""
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the mmap module
+
+_log = logging.getLogger(__name__)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_Room = Callable[[int], tuple[int, str]]
+
+
+class RowAllocation:
+    """Allocates the pages of a mapping, in the background and without a change of their bytes.
+
+    Args:
+        fd: The file that is mapped.
+        address: Where it is mapped, from its first byte on.
+        size_bytes: Of the file.
+        page_bytes: Of a page of it.
+        room: Returns how many bytes may be allocated now, and why no more, for a number that is needed; None if the
+            file's pages are reserved.
+
+    Attributes:
+        refusal: What the system has refused; empty if nothing.
+        ready_bytes: All pages in front of this byte are allocated. It rises until `is_over`.
+        is_over: Whether it will not rise any more.
+    """
+
+    def __init__(self, fd: int, address: int, size_bytes: int, *, page_bytes: int, room: _Room | None = None) -> None:
+        self._fd, self._address, self._size_bytes = fd, address, size_bytes
+        self._chunk_bytes = max(CHUNK_BYTES, page_bytes)
+        self._room = room
+        self._looking = threading.Lock()  # one thread looks for room at a time
+        self._lock = threading.Lock()  # guards all below, and is never held across a call of the kernel
+        self._next = 0
+        self._end = size_bytes
+        """No chunk begins from here on: of a mapping that is closed, or whose pages are refused."""
+        self._finished: dict[int, int] = {}
+        """Lengths of chunks that are allocated, by their offsets, behind one that is not."""
+        first_bytes = max(FIRST_BYTES, self._chunk_bytes)  # whoever opens the stack has looked
+        self._allowed_bytes = size_bytes if room is None else min(size_bytes, first_bytes)
+        self._running = 0
+        self._threads: list[threading.Thread] = []
+        self.refusal = ""
+        self.ready_bytes = 0
+        self.is_over = False
+
+    def begin(self) -> None:
+        """Allocate what the first rows need; call it once, and then look at `refusal`."""
+        while self.ready_bytes < FIRST_BYTES and (chunk := self._take()):
+            self._allocate_chunk(*chunk)
+
+    def go_on(self) -> None:
+        """Start to allocate the rest in the background, after `begin`.
+
+        The threads log each tenth; the time is the kernel's, which clears the pages. If the system gives no thread, it
+        is done here.
+        """
+        self._running = _THREADS + 1
+        with suppress(ResourceError):
+            for number in range(_THREADS if self._next < self._end else 0):
+                self._threads.append(start_thread(self._run, f"tiered-kv-prefault-{number}"))
+        with self._lock:
+            self._running -= _THREADS - len(self._threads)
+        if not self._threads:
+            self._work()
+        self._leave()
+
+    def close(self) -> None:
+        """Stop. It waits for one chunk at most."""
+        with self._lock:
+            self._end = 0
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread only
+        self._work()
+        self._leave()
+
+    def _work(self) -> None:
+        while chunk := self._take():
+            self._allocate_chunk(*chunk)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._running -= 1
+            self.is_over = not self._running
+            is_short = self.is_over and 0 < self._end < self._size_bytes
+        if is_short:
+            ready, wanted = rounded_bytes(self.ready_bytes), rounded_bytes(self._size_bytes)
+            advice = "free memory, or raise the limit, and start the server anew"
+            _log.error("%s; only the rows in %s of %s are used; %s", self.refusal, ready, wanted, advice)
+
+    def _take(self) -> tuple[int, int] | None:
+        """Return the offset and the length of the next chunk; None if there is none, or no room for it."""
+        with self._looking:
+            with self._lock:
+                offset, length = self._next, min(self._chunk_bytes, self._end - self._next)
+                allowed_bytes = self._allowed_bytes
+            if length <= 0:
+                return None
+            if allowed_bytes < length and self._room is not None:
+                allowed_bytes, why = self._room(length)  # reads files of the kernel
+                if allowed_bytes < length:
+                    self._refuse(offset, why)
+                    return None
+            with self._lock:
+                self._next += length
+                self._allowed_bytes = allowed_bytes - length
+            return offset, length
+
+    def _allocate_chunk(self, offset: int, length: int) -> None:
+        try:
+            allocate(self._fd, self._address, offset, length)
+        except OSError as error:
+            self._refuse(offset, error.strerror or str(error))
+            return
+        with self._lock:
+            before = 10 * self.ready_bytes // self._size_bytes
+            self._finished[offset] = length
+            while ready := self._finished.pop(self.ready_bytes, 0):
+                self.ready_bytes += ready
+            now = 10 * self.ready_bytes // self._size_bytes
+        if now > before and (self._running or now == 10):
+            _log.info("%d0%% of the rows' %s are allocated", now, rounded_bytes(self._size_bytes))
+
+    def _refuse(self, offset: int, why: str) -> None:
+        with self._lock:
+            self._end = min(self._end, offset)
+            self.refusal = self.refusal or f"the rows' memory cannot be allocated: {why}"
+
+
+def allocate(fd: int, address: int, offset: int, length: int) -> None:
+    """Allocate the pages of a part of a file, mapped at `address`; other threads run meanwhile.
+
+    It is done through the mapping, which has asked for huge pages. Before Linux 5.14 the file has to do.
+
+    Raises:
+        OSError: The system refuses them. A touch would have been a signal.
+    """
+    try:
+        populate(address + offset, length)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        os.posix_fallocate(fd, offset, length)
+
+
+def populate(address: int, length: int) -> None:
+    """Touch the pages of a part of a mapping (MADV_POPULATE_WRITE), as `allocate`."""
+    if _libc.madvise(address, length, _MADV_POPULATE_WRITE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def charge_of(rows_bytes: int) -> str:
+    """Return what it may cost this process to write to rows that nobody has allocated, for the log."""
+    least = min(Limits().memory(), key=lambda each: each.amount, default=Limit(rows_bytes, "not known"))
+    return (
+        f"the server does not allocate its rows, so up to {rounded_bytes(rows_bytes)} of memory may count for this "
+        f"process, whose limit is {rounded_bytes(least.amount)} ({least.where}); leave primary.prefault out of the "
+        "server's file, or set it to true"
+    )
