@@ -81,6 +81,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of each test's cases run the first and every N-th after it, or both of two, and none that is marked "
         "`full`; as .ci/run does",
     )
+    parser.addoption(
+        "--one-test-in",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of all tests, however many cases each has, run every N-th; as .ci/run does with other interpreters",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -100,9 +107,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases as `--one-in` says, the same ones in each run, and tests that are marked `full`."""
-    one_in = config.getoption("--one-in")
-    if one_in == 1:
+    """Leave out what `--one-in` and `--one-test-in` say, the same in each run, and tests that are marked `full`."""
+    one_in, one_test_in = config.getoption("--one-in"), config.getoption("--one-test-in")
+    if one_in == one_test_in == 1:
         return
     left = {item for item in items if item.get_closest_marker("full") is not None}
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
@@ -110,6 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item not in left:
             cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
     left |= {item for each in cases.values() if len(each) > 2 for n, item in enumerate(each) if n % one_in}
+    left |= {item for n, each in enumerate(cases.values()) if n % one_test_in for item in each}
     config.hook.pytest_deselected(items=list(left))
     items[:] = [item for item in items if item not in left]
 

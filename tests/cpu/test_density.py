@@ -278,6 +278,7 @@ def test_kept_promises_gain_hits_and_lies_lose_none() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not AGENTS_TRACE.exists(), reason="the trace of agents is not here")
 @pytest.mark.parametrize(
     ("blocks", "least", "least_without"), [(500, 0.43, 0.35), (1000, 0.65, 0.55), (2000, 0.85, 0.79)]
