@@ -24,7 +24,7 @@ from tiered_kv.errors import ShutdownError
 from tiered_kv.interrupts import CallThread
 from tiered_kv.stack import open_stack
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_fs.directory import locked
+from tiered_kv_fs.locks import locked
 
 BLOCK_BYTES = 4096
 KEYS = make_keys(2)

@@ -43,6 +43,11 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+def is_held(error: OSError) -> bool:
+    """Return whether others hold the lock that a call asked for without waiting: SMB says EACCES, and not EAGAIN."""
+    return error.errno in (errno.EAGAIN, errno.EACCES)
+
+
 def is_stuck(error: OSError) -> bool:
     """Return whether one file refuses what its directory allows: it is immutable, or the system uses it."""
     return error.errno in (errno.EPERM, errno.EBUSY, errno.ETXTBSY)

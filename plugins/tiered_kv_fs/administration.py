@@ -21,10 +21,11 @@ from tiered_kv.toolkit.claimed import walk
 from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.small_files import fields_of, opened, read_all, read_file, words_of
 from tiered_kv_fs.allocation import occupied_bytes
-from tiered_kv_fs.directory import claimed, locked, reason_of, unlink_same
+from tiered_kv_fs.directory import claimed, reason_of, unlink_same
 from tiered_kv_fs.epoch import EpochFile
 from tiered_kv_fs.full_disk import without_room
 from tiered_kv_fs.ledger import DirectoryLedger
+from tiered_kv_fs.locks import locked
 from tiered_kv_fs.names import (
     BLOCK_PATH,
     EPOCH_NAME,

@@ -18,11 +18,8 @@ Any thread may call the file system, except the scheduler's: all of these calls 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -33,14 +30,13 @@ from tiered_kv.toolkit.small_files import (
     SMALL_FILE_BYTES_MAX,
     as_text,
     fields_of,
-    has_name,
     names_in,
-    opened,
     read_file,
     replace_file,
 )
 from tiered_kv_fs.allocation import Allocation
 from tiered_kv_fs.full_disk import FULL, with_room
+from tiered_kv_fs.locks import LostLockError
 from tiered_kv_fs.names import LEDGER_NAME, LOCK_NAME, MARKER_NAME, NAMESPACE_NAME, SWEEP_NAME
 
 FORMAT_VERSION: Final = 1
@@ -58,7 +54,6 @@ _REASONS: Final = {
     errno.EISDIR: "not_a_file",
     errno.ENOTDIR: "not_a_file",
 }
-_LOCK_POLL_S: Final = 0.01
 
 
 def claimed(path: str, tier: str, *, private: bool, required_mount: str | None = None) -> ClaimedDirectory:
@@ -162,39 +157,9 @@ class Directory:
 
 
 def reason_of(error: OSError) -> str:
-    return "timeout" if isinstance(error, TimeoutError) else _REASONS.get(error.errno or 0, "io_error")
-
-
-@contextmanager
-def locked(path: str, timeout_s: float) -> Iterator[float]:
-    """Hold the lock of the file at `path`, which is made if it is missing; yield the file server's time.
-
-    flock(2), which Linux supports over NFS too. The kernel releases the lock of a process that ends.
-
-    Raises:
-        TimeoutError: Other processes held the lock all the time.
-        OSError: The file system refuses, or has no locks.
-    """
-    deadline = time.monotonic() + timeout_s
-    root = os.path.dirname(path)
-    while True:
-        with ExitStack() as held:
-            fd = with_room(root, lambda: held.enter_context(opened(path, os.O_RDWR | os.O_CREAT)))
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pass
-            else:
-                try:
-                    if has_name(path, fd):
-                        with_room(root, partial(os.utime, fd))
-                        yield os.fstat(fd).st_mtime
-                        return
-                finally:  # closing is not enough: a child that was forked meanwhile holds the lock too
-                    fcntl.flock(fd, fcntl.LOCK_UN)
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"{path} was locked by other processes for {timeout_s:g} s")
-        time.sleep(_LOCK_POLL_S)
+    if isinstance(error, TimeoutError | LostLockError):
+        return "timeout" if isinstance(error, TimeoutError) else "lock_lost"
+    return _REASONS.get(error.errno or 0, "io_error")
 
 
 def make_directory(path: str) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+import random
 import secrets
 import time
 from collections import deque
@@ -21,7 +23,8 @@ from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv.toolkit.small_files import words_of
 from tiered_kv_fs.directory import Directory, reason_of
 from tiered_kv_fs.full_disk import without_room
-from tiered_kv_fs.ledger import VALID_S, DirectoryLedger, Holder, LedgerState
+from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, VALID_S, DirectoryLedger, Holder, LedgerState
+from tiered_kv_fs.locks import WAY_OUT, LostLockError
 from tiered_kv_fs.sweeper import DirectorySweeper, Sweep
 
 _log = logging.getLogger("tiered_kv.fs")
@@ -35,6 +38,12 @@ _MEASURE_S: Final = 10.0
 """How often to look at the disk's free space; some file systems count a removed file seconds later."""
 GRANTS_MIN: Final = 16  # the least number of grants in a capacity, or on a disk that is smaller
 _EPOCH_TIMEOUT_S: Final = 5.0
+_EXCHANGES_MAX: Final = 5
+_LOST_PAUSE_S: Final = 0.1  # at most, between two of them
+_LOST_LOCK: Final = (
+    "another process held a lock of the directory too, or this one lost it, so the directory may exceed its capacity "
+    f"until the next survey; {WAY_OUT}"
+)
 
 
 class _Reply(NamedTuple):
@@ -70,7 +79,7 @@ class Keeper:
         self.failure = ""  # of the newest use of the ledger, for people; any thread may read it
         self.newest_path = ""  # of a block that was stored
         self._measure_after_s = 0.0
-        self._ledger = DirectoryLedger(self.directory.path)
+        self._ledger = DirectoryLedger(self.directory.path, self._note_lost_lock)
         self._sweeper = DirectorySweeper(self.directory, self._ledger, self._usable_bytes, self.counters, self.on_age)
         self.used_bytes = 0  # as of the last use of the ledger; any thread may read it
         with without_room(), self._ledger.locked() as state:
@@ -85,6 +94,10 @@ class Keeper:
         self._sweep_after_s = 0.0
         self._refusal = ("", 0.0)  # why nothing was granted, and until when stores fail at once for that reason
         self._is_closing = False
+        self._entries: list[Holder] = []  # what this tier's entry in the ledger can be
+        self._is_survey_owed = False  # this tier's entry has gone, and with it perhaps a part of the total
+        self._survey_after_s = -math.inf
+        self._lost_lock_s = -math.inf  # when others were last known to hold a lock of this process, too
         self._is_asked = asyncio.Event()
         self._is_sweep_asked = asyncio.Event()
         self._is_answered = asyncio.Event()
@@ -207,7 +220,7 @@ class Keeper:
         )
         begin_s = time.monotonic()
         try:
-            reply: _Reply = await self.call(exchange)
+            reply: _Reply = await self.call(_repeated, exchange)
         except BaseException:
             self._free_bytes += min(0, returned_bytes)  # what it owes, it goes on owing
             raise
@@ -243,6 +256,8 @@ class Keeper:
         """Run an action; return "" or the reason why it failed. No exception must end the task."""
         try:
             await work()
+        except LostLockError:  # `_note_lost_lock` has said so
+            return "lock_lost"
         except Exception as error:
             reason = reason_of(error) if isinstance(error, OSError) else failure_reason(error)
             self.counters.add("failed_calls_total", reason)
@@ -266,7 +281,14 @@ class Keeper:
             state.unit_bytes = self._allocation.share(state.unit_bytes)
             self._measure(state)
             wanted_bytes = min(wanted_bytes, self.grant_bytes)
-            is_known = self.owner in state.holders
+            entry = state.holders.get(self.owner)
+            is_known = entry is not None and entry in self._entries
+            if entry is not None and not is_known:  # another process, which held the lock too, wrote over it
+                self._note_lost_lock()
+            self._is_survey_owed |= not is_known and self._is_registered
+            if self._is_survey_owed and time.monotonic() >= self._survey_after_s:  # not with each loss
+                self._is_survey_owed, self._survey_after_s = False, time.monotonic() + LAPSE_S
+                state.surveyed_s = 0.0
             # The total may miss bytes in use, if the ledger has removed this holder.
             owed_bytes = self._allocation.opening_bytes + in_flight_bytes - min(0, returned_bytes)
             state.add(-returned_bytes if is_known else owed_bytes)
@@ -274,7 +296,10 @@ class Keeper:
             granted_bytes = wanted_bytes if has_room else 0
             state.add(granted_bytes)
             held_bytes = in_flight_bytes + granted_bytes + (free_bytes if is_known else 0)
-            state.holders[self.owner] = Holder(self.directory.namespace, value, held_bytes, state.now_s)
+            written = Holder(self.directory.namespace, value, held_bytes, state.now_s)
+            self._entries = [*([entry] if entry is not None and is_known else []), written]  # until it is written
+            state.holders[self.owner] = written
+        self._entries = [written]
         if state.total_bytes is None:  # with the ledger, other files may have been removed
             self.directory.make()
             return _Reply(0, is_known, 0, needs_sweep=True)
@@ -300,8 +325,30 @@ class Keeper:
         self._sweeper.capacity_bytes = self._usable_bytes
         self.grant_bytes = max(self.part_bytes(), min(self._grant_bytes_max, self._usable_bytes // GRANTS_MIN))
 
+    @property
+    def lost_lock(self) -> str:
+        """What to do against lost locks, where one was lost since the last survey was due. Any thread."""
+        return _LOST_LOCK if time.monotonic() - self._lost_lock_s < SURVEY_INTERVAL_S else ""
+
+    def _note_lost_lock(self) -> None:
+        is_first = self._lost_lock_s == -math.inf
+        self._lost_lock_s = time.monotonic()
+        self.counters.add("failed_calls_total", "lock_lost")
+        if is_first:
+            _log.warning("%s: %s; further losses are only counted", self.directory.path, _LOST_LOCK)
+
     def _leave(self, free_bytes: int) -> None:
         with self._ledger.locked() as state:
             state.unit_bytes = self._allocation.share(state.unit_bytes)
             if state.holders.pop(self.owner, None) is not None:
                 state.add(-free_bytes)
+
+
+def _repeated(exchange: Callable[[], _Reply]) -> _Reply:
+    """Use the ledger; begin again where another process, which held the lock too, has written it meanwhile."""
+    for _ in range(_EXCHANGES_MAX - 1):
+        try:
+            return exchange()
+        except LostLockError:
+            time.sleep(random.uniform(0.0, _LOST_PAUSE_S))
+    return exchange()

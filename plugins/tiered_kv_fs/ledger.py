@@ -13,12 +13,15 @@ A holder that has not renewed its grant for `LAPSE_S` is removed. Its grant stay
 Times are the file server's, so the clocks of hosts do not matter.
 
 A ledger that is missing or damaged has no total. Then it grants nothing until the next survey.
+
+Where a lock is lost (see locks.py), the ledger is read again before it is written, and stays if others have written it.
+They may still write over it. So a holder compares its entry with what it wrote last: if that is gone, a survey is due.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -27,8 +30,8 @@ from typing import Annotated, Final
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, read_file, replace_file
-from tiered_kv_fs.directory import locked
 from tiered_kv_fs.full_disk import with_room
+from tiered_kv_fs.locks import LostLockError, locked
 from tiered_kv_fs.names import LEDGER_NAME, LOCK_NAME
 
 LAPSE_S: Final = 60.0  # how long after its last renewal a holder is removed
@@ -86,12 +89,16 @@ class LedgerState:
 
 
 class DirectoryLedger:
-    """A directory's ledger, a file that is replaced as a whole. Any thread but the scheduler's may call."""
+    """A directory's ledger, a file that is replaced as a whole. Any thread but the scheduler's may call.
 
-    def __init__(self, directory: str) -> None:
+    `on_lost_lock` is called, on the thread of the call, whenever others are known to have held the lock too.
+    """
+
+    def __init__(self, directory: str, on_lost_lock: Callable[[], None] = lambda: None) -> None:
         self._directory = directory
         self._path = f"{directory}/{LEDGER_NAME}"
         self._lock_path = f"{directory}/{LOCK_NAME}"
+        self._on_lost_lock = on_lost_lock
 
     @contextmanager
     def locked(self) -> Iterator[LedgerState]:
@@ -99,17 +106,23 @@ class DirectoryLedger:
 
         Raises:
             TimeoutError: Other processes held the lock all the time.
+            LostLockError: Another process has written the ledger meanwhile.
             OSError: The file system refuses.
         """
-        with locked(self._lock_path, _LOCK_TIMEOUT_S) as now_s:
+        with locked(self._lock_path, _LOCK_TIMEOUT_S) as lock:
+            lock.mark()
             found = read_file(self._path, SMALL_FILE_BYTES_MAX)
             state = _parsed(found or b"")
-            state.now_s = now_s
+            state.now_s = lock.now_s
             state.drop_lapsed()
             yield state
             fields = asdict(state)
             del fields["now_s"]
             written = json.dumps(fields).encode()
+            if lock.is_lost():
+                self._on_lost_lock()
+                if read_file(self._path, SMALL_FILE_BYTES_MAX) != found:
+                    raise LostLockError(self._lock_path)
             if written != found:
                 with_room(self._directory, partial(replace_file, self._path, written))
 

@@ -20,9 +20,10 @@ from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.claimed import TEMPORARY, walk
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv_fs.allocation import UNIT_BYTES_MIN, occupied_bytes, round_up, unit_of
-from tiered_kv_fs.directory import Directory, locked
+from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.full_disk import free, removed
 from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, DirectoryLedger
+from tiered_kv_fs.locks import locked
 from tiered_kv_fs.names import BLOCK_PATH, EPOCH, NAMESPACE, SWEEP_NAME, TEMPORARY_PATH
 
 _CANDIDATES_MAX: Final = 65_536  # files that one survey keeps as the next to evict; at most about 20 MB
@@ -99,7 +100,8 @@ class DirectorySweeper:
                 if missing_bytes is None or not self._candidates:
                     if not has_surveyed:
                         has_surveyed = True
-                        self._survey()
+                        if not self._survey():
+                            return Sweep.BUSY
                     elif missing_bytes is None or not self._spared:  # a second survey would find no more
                         return Sweep.FULL
                     else:  # all are in use: the least recently used ones must go
@@ -141,12 +143,12 @@ class DirectorySweeper:
                 return None
             return max(0, state.total_bytes + wanted_bytes - self.capacity_bytes)
 
-    def _survey(self) -> None:
-        """Count the directory and correct the ledger.
+    def _survey(self) -> bool:
+        """Count the directory and correct the ledger; return False if the tier is closing or another survey has begun.
 
         Writes during the count use pending grants. So the count plus those grants is at least the bytes that exist,
         or may be written, at the end. If the ledger was lost meanwhile, it does not know this survey,
-        and the next one finds the total.
+        and the next one finds the total. Where locks do not exclude others, two surveys may run.
         """
         word = secrets.token_hex(8)
         unit_bytes = self.directory.allocation.unit_bytes
@@ -157,14 +159,14 @@ class DirectorySweeper:
             now_s = state.now_s
         found = self._count(unit_bytes)
         if found is None:
-            return
+            return False
         for path, owner, status in found.temporaries:
             is_abandoned = owner not in state.holders and now_s - status.st_mtime > LAPSE_S
             if is_abandoned and removed(f"{self._root}/{path}", self._root):
                 found.used_bytes -= occupied_bytes(status, unit_bytes)
         with self.ledger.locked() as state:
             if state.survey != word:
-                return
+                return False
             state.total_bytes = found.used_bytes + state.pending_bytes
             state.surveyed_s = state.now_s
             if found.oldest:  # else nothing is known of blocks
@@ -174,6 +176,7 @@ class DirectorySweeper:
         self._spared.clear()
         self.counters.add("surveys_total")
         self._remove_empty(epoch for epoch in found.epochs if epoch not in used)
+        return True
 
     def _count(self, unit_bytes: int) -> _Count | None:
         """Walk the directory; return None if that was stopped."""

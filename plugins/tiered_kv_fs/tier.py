@@ -227,7 +227,9 @@ class FsTier(AsyncTier):
         }
 
     def describe(self) -> Mapping[str, object]:
-        warning = "; ".join(filter(None, (self._files.failure, self._keeper.failure, self._disk_warning())))
+        warning = "; ".join(
+            filter(None, (self._files.failure, self._keeper.failure, self._keeper.lost_lock, self._disk_warning()))
+        )
         return {
             **({"warning": warning} if warning else {}),
             **self._directory.description,

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from tiered_kv.config.namespace import differences
 from tiered_kv.errors import TierBusyError
-from tiered_kv.file_systems import is_full, is_written_in_place, mount_of, write_in_place
+from tiered_kv.file_systems import is_full, is_held, is_written_in_place, mount_of, write_in_place
 from tiered_kv.permissions import check_file
 from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute, refuse_other_device, walk
 from tiered_kv.toolkit.small_files import as_text, fields_of, has_name, names_in, remove
@@ -231,7 +231,9 @@ def take_lock(directory_fd: int, claimed: ClaimedDirectory) -> int:
         check_file(fd, f"{claimed.path}/{LOCK_NAME}", any_owner=not claimed.private)  # before the first write to it
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except OSError as error:
+            if not is_held(error):
+                raise
             raise _busy(fd, fd, claimed) from error
         _lock_directory(directory_fd, fd, claimed)
         with suppress(OSError):  # the disk is full: the text is for people only
@@ -254,12 +256,12 @@ def _lock_directory(directory_fd: int, lock_fd: int, claimed: ClaimedDirectory) 
     while True:
         try:
             fcntl.flock(directory_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except OSError as error:
+            if not is_held(error):  # a network file system: the file's lock must do
+                return
             if time.monotonic() >= deadline:
                 raise _busy(directory_fd, lock_fd, claimed) from error
             time.sleep(_POLL_S)
-        except OSError:  # a network file system: the file's lock must do
-            return
         else:
             return
 

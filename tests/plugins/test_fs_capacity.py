@@ -14,8 +14,8 @@ from tests.support.entries import OpenRig
 from tests.support.faulty import Gate
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_fs.directory import locked
 from tiered_kv_fs.ledger import DirectoryLedger, Holder
+from tiered_kv_fs.locks import locked
 from tiered_kv_fs.names import TEMPORARY_BLOCK
 
 BLOCK_BYTES = 65_536

@@ -25,8 +25,8 @@ from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.toolkit import small_files
 from tiered_kv.toolkit.record import HEADER_BYTES, decode_record
 from tiered_kv_fs import blocks as block_files
-from tiered_kv_fs import directory
 from tiered_kv_fs.ledger import DirectoryLedger
+from tiered_kv_fs.locks import locked
 
 BLOCK_BYTES = 4096
 CAPACITY_BYTES = 16 << 20
@@ -235,11 +235,11 @@ def test_a_part_of_the_directory_that_somebody_deletes_is_made_again(
 
 def test_a_lock_that_is_removed_while_it_is_waited_for_is_not_taken(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
-    with directory.locked(path, 1.0):
-        with pytest.raises(TimeoutError), directory.locked(path, 0.05):
+    with locked(path, 1.0):
+        with pytest.raises(TimeoutError), locked(path, 0.05):
             pass
         os.unlink(path)
-        with directory.locked(path, 1.0):
+        with locked(path, 1.0):
             assert os.path.exists(path)
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.support.entries import OpenRig
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_fs.directory import locked
+from tiered_kv_fs.locks import locked
 
 BLOCK_BYTES = 4096
 CAPACITY_BYTES = 8 << 20

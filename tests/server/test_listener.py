@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -35,15 +36,25 @@ def test_a_server_takes_the_place_of_one_that_was_killed(path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EACCES])
 def test_a_server_changes_nothing_while_another_one_looks_at_the_path(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
+    flock = fcntl.flock
+
+    def ask(fd: int, operation: int) -> None:
+        try:
+            flock(fd, operation)
+        except BlockingIOError:
+            raise OSError(code, os.strerror(code)) from None
+
     monkeypatch.setattr(listener, "LOCK_S", 0.02)
+    monkeypatch.setattr(fcntl, "flock", ask)
     left_by_a_killed_server(path)
     before = path.stat().st_ino
     other = os.open(path.parent, os.O_RDONLY)
     try:
-        fcntl.flock(other, fcntl.LOCK_EX)
+        flock(other, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another server begins or ends in"):
             listen(path)
         assert path.stat().st_ino == before

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tiered_kv.errors import ConfigError
+from tiered_kv.file_systems import is_held
 from tiered_kv.server import protocol
 
 BACKLOG: Final = 64
@@ -118,7 +119,9 @@ def _lock(fd: int, directory: Path) -> None:
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
+            if not is_held(error):  # NFS wants a file that is open for writing
+                return
             if time.monotonic() > end_s:
                 raise ConfigError(
                     f"another server begins or ends in {directory}, and holds its lock for {LOCK_S:g} s: end it, or "
@@ -126,7 +129,5 @@ def _lock(fd: int, directory: Path) -> None:
                     location="--socket",
                 ) from None
             time.sleep(_LOCK_POLL_S)
-        except OSError:  # NFS wants a file that is open for writing
-            return
         else:
             return

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from tiered_kv.cpu.region import HEADER_BYTES, ROWS_OFFSET, SHARED_MEMORY_DIRECTORY
 from tiered_kv.errors import ConfigError, needing_resources
+from tiered_kv.file_systems import is_held
 from tiered_kv.permissions import FILE_MODE, NotPrivateError, check_file
 
 JOIN_TIMEOUT_S = 300.0
@@ -200,7 +201,9 @@ def _timeout(path: Path) -> ConfigError:
 def _try_lock(fd: int, byte: int) -> bool:
     try:
         _lock(fd, byte, fcntl.F_WRLCK)
-    except BlockingIOError:
+    except OSError as error:
+        if not is_held(error):
+            raise
         return False
     return True
 

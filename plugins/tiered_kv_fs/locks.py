@@ -1,0 +1,150 @@
+"""Locks of the shared directory: flock(2) on a file of its own, which Linux supports over NFS and SMB too.
+
+The ledger, the sweep and a purge take them, on any thread that may wait for the file system. The kernel releases the
+lock of a process that ends.
+
+A lock may be lost while it is held, or never have excluded others. An NFS 4 server knows a client by its host's name.
+It takes two hosts of one name for one that was restarted, and ends the locks of the first when the second one comes:
+both take the lock, and writes by the descriptor of either fail with EIO (Linux 6.12, NFS 4.2). So `Lock.mark` writes a
+random mark into the file, and `Lock.is_lost` reads it back and writes it again.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Final
+
+from tiered_kv.file_systems import is_full, is_held, mount_of
+from tiered_kv.toolkit.small_files import has_name, opened
+from tiered_kv_fs.full_disk import with_room
+
+WAY_OUT: Final = (
+    "on NFS two hosts of one name take each other's locks: give each host and container a name of its own, or another "
+    "nfs.nfs4_unique_id (a parameter of the kernel's module nfs), and mount again"
+)
+_LOST: Final = frozenset({errno.EIO, errno.ESTALE, errno.EBADF})
+"""What calls on a lock's descriptor fail with once its lock, or its open file, is lost on the server."""
+_LOST_TRIES: Final = 3  # how often the file is opened anew after that
+_POLL_S: Final = 0.01
+_MARK_BYTES: Final = 16
+
+
+class LostLockError(OSError):
+    """Another process changed what the lock protects. Nothing was written."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(errno.EIO, f"others hold the lock, too; {WAY_OUT}", path)
+
+
+class Lock:
+    """A lock that this process has taken. Its thread calls."""
+
+    def __init__(self, fd: int, now_s: float) -> None:
+        self.now_s = now_s
+        """The file server's time when it was taken."""
+        self._fd = fd
+        self._mark = b""
+        self._is_lost = False
+
+    def mark(self) -> None:
+        """Write a random mark into the file, unless the disk is full."""
+        self._mark = secrets.token_hex(_MARK_BYTES // 2).encode()
+        try:
+            os.pwrite(self._fd, self._mark, 0)
+        except OSError as error:
+            if not is_full(error) and error.errno not in _LOST:
+                raise
+            self._is_lost, self._mark = error.errno in _LOST, b""
+
+    def is_lost(self) -> bool:
+        """Return whether others are known to have taken the lock since `mark`."""
+        if not self._mark:
+            return self._is_lost
+        try:
+            if os.pread(self._fd, _MARK_BYTES, 0) != self._mark:
+                return True
+            os.pwrite(self._fd, self._mark, 0)
+            if _is_nfs(self._fd):  # which writes later, and reads what it has in memory
+                os.fsync(self._fd)
+        except OSError as error:
+            if error.errno not in _LOST and not is_full(error):
+                raise
+            return not is_full(error)
+        return False
+
+
+@contextmanager
+def locked(path: str, timeout_s: float) -> Iterator[Lock]:
+    """Hold the lock of the file at `path`, which is made if it is missing.
+
+    Raises:
+        TimeoutError: Other processes held the lock all the time.
+        OSError: The file system refuses, or has no locks.
+    """
+    deadline = time.monotonic() + timeout_s
+    losses = 0
+    while True:
+        try:
+            with ExitStack() as tried:
+                lock = _taken(path, tried)
+                held = tried.pop_all()
+        except OSError as error:
+            losses += 1
+            if error.errno not in _LOST or losses >= _LOST_TRIES:
+                raise
+        else:
+            with held:
+                if lock is not None:
+                    yield lock
+                    return
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{path} was locked by other processes for {timeout_s:g} s")
+        time.sleep(_POLL_S)
+
+
+def _taken(path: str, held: ExitStack) -> Lock | None:
+    """Open the file and lock it, until `held` is closed; return None if others hold the lock, or removed the file."""
+    root = os.path.dirname(path)
+    fd = with_room(root, lambda: held.enter_context(opened(path, os.O_RDWR | os.O_CREAT)))
+    if not try_lock(fd):
+        return None
+    held.callback(_unlock, fd)
+    if not has_name(path, fd):
+        return None
+    with_room(root, partial(os.utime, fd))
+    return Lock(fd, os.fstat(fd).st_mtime)
+
+
+def try_lock(fd: int) -> bool:
+    """Take the lock of an open file; return False if others hold it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if not is_held(error):
+            raise
+        return False
+    return True
+
+
+def _unlock(fd: int) -> None:
+    """Release a lock. Closing is not enough: a child that was forked meanwhile holds it too."""
+    with suppress(OSError):  # it is lost
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+_nfs: Final[dict[int, bool]] = {}  # by device; any thread assigns
+
+
+def _is_nfs(fd: int) -> bool:
+    device = os.fstat(fd).st_dev
+    if device not in _nfs:
+        mount = mount_of(fd)
+        _nfs[device] = mount is not None and mount.kind.startswith("nfs")
+    return _nfs[device]
