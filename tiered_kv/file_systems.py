@@ -34,6 +34,18 @@ _SET_FLAGS: Final = 0x40006602 | ctypes.sizeof(ctypes.c_long) << 16
 _COMPRESSED: Final = 0x4
 _NO_COPY_ON_WRITE: Final = 0x800000
 
+OWN_NAME: Final = (
+    "on NFS two hosts of one name take each other's locks: give each host and container a name of its own, or another "
+    "nfs.nfs4_unique_id (a parameter of the kernel's module nfs), and mount again"
+)
+_LOCAL_LOCKS: Final = frozenset({"nolock", "local_lock=flock", "local_lock=all", "nobrl", "localflock"})
+"""Mount options of NFS, SMB and Lustre with which flock(2) reaches no other host."""
+_NFS_4_0: Final = frozenset({"vers=4", "vers=4.0", "minorversion=0"})
+_NFS_NAMES: Final = ("/sys/module/nfs/parameters/nfs4_unique_id", "/sys/fs/nfs/net/nfs_client/identifier")
+"""What makes a client's name unique, if the files hold something."""
+_CONTAINER_ID: Final = re.compile(r"[0-9a-f]{12}|[0-9a-f]{64}")
+_ANY_HOST: Final = re.compile(r"|\(none\)|localhost(\..*)?")
+
 _COPYING: Final = frozenset({"btrfs", "bcachefs"})
 """File systems on which an overwrite takes new space, and the old space is lost until its whole extent is free."""
 
@@ -123,8 +135,31 @@ class Mount:
         """Whether an overwrite takes new space, unless a file is exempt; see `is_written_in_place`."""
         return self.kind in _COPYING
 
+    @property
+    def lock_problem(self) -> str:
+        """Why locks on it may not exclude other hosts, and the way out; an empty string if they may well."""
+        if local := sorted(_LOCAL_LOCKS & self.options):
+            how = f"{self.point} is mounted with {local[0]}"
+            return f"locks reach no other host, as {how}; if others use this directory, mount it without this option"
+        if self.kind != "nfs4" or self.options & _NFS_4_0 or any(map(_is_set, _NFS_NAMES)):
+            return ""
+        name = os.uname().nodename
+        if _ANY_HOST.fullmatch(name):
+            return f"the host's name here is '{name}', which others may have, too; {OWN_NAME}"
+        return (
+            f"the host's name here is '{name}', the id of a container; {OWN_NAME}"
+            if _CONTAINER_ID.fullmatch(name)
+            else ""
+        )
+
     def __str__(self) -> str:
         return f"{self.kind} at {self.point} ({self.source})"
+
+
+def _is_set(path: str) -> bool:
+    with suppress(OSError), open(path) as file:
+        return file.read().strip() not in ("", "(null)")
+    return False
 
 
 def mount_of(fd: int) -> Mount | None:

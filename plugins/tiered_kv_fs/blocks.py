@@ -24,7 +24,7 @@ from tiered_kv.toolkit.record import (
     encode_record,
     record_bytes_max,
 )
-from tiered_kv.toolkit.small_files import FirstFailures, opened, read_all, remove, write_all
+from tiered_kv.toolkit.small_files import FirstFailures, opened, put_in_place, read_all, remove, write_all
 from tiered_kv_fs.allocation import Allocation
 from tiered_kv_fs.directory import make_directory, reason_of, unlink_same
 from tiered_kv_fs.names import block_path, temporary_path
@@ -192,7 +192,7 @@ class BlockFiles:
                 self._write(temporary, parts, learns)
             if not self.is_granted():  # this process was stopped: others may have the grant by now
                 raise TimeoutError(f"{path} was not stored: the grant has lapsed")
-            os.replace(temporary, path)
+            put_in_place(temporary, path)
         except OSError:
             if not remove(temporary) and os.path.lexists(temporary):
                 moved.used_bytes += self.allocation.charge_bytes(size_bytes)

@@ -31,6 +31,7 @@ from tiered_kv.toolkit.small_files import (
     as_text,
     fields_of,
     names_in,
+    opened,
     read_file,
     replace_file,
 )
@@ -38,6 +39,7 @@ from tiered_kv_fs.allocation import Allocation
 from tiered_kv_fs.full_disk import FULL, with_room
 from tiered_kv_fs.locks import LostLockError
 from tiered_kv_fs.names import LEDGER_NAME, LOCK_NAME, MARKER_NAME, NAMESPACE_NAME, SWEEP_NAME
+from tiered_kv_fs.probe import probe
 
 FORMAT_VERSION: Final = 1
 
@@ -85,6 +87,8 @@ class Directory:
         self.allocation = Allocation()
         self.description: dict[str, object] = {}
         """What `tiered-kv check` shows of where the directory is."""
+        self.shortcomings: tuple[str, ...] = ()
+        """Sentences on what the mount does not do, as found at the opening, and on the way out."""
         self._identity = identity
         self._place: tuple[int, int] | None = None  # device and inode of the directory
         self.path = self.claimed.path
@@ -95,6 +99,11 @@ class Directory:
         except OSError as error:
             if self._place is None or error.errno not in FULL:  # else the keeper makes the rest when there is space
                 raise self.claimed.unavailable(error) from error
+        with suppress(OSError), opened(self.path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+            found = probe(fd, self.path)
+            self.shortcomings = found.shortcomings
+            if not found.has_links:
+                self.description["hard_links"] = "no"
 
     def make(self) -> None:
         """Check the directory, and make missing files in it.

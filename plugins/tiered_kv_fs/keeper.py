@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from tiered_kv.file_systems import OWN_NAME
 from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.epoch import Epoch
@@ -24,7 +25,7 @@ from tiered_kv.toolkit.small_files import words_of
 from tiered_kv_fs.directory import Directory, reason_of
 from tiered_kv_fs.full_disk import without_room
 from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, VALID_S, DirectoryLedger, Holder, LedgerState
-from tiered_kv_fs.locks import WAY_OUT, LostLockError
+from tiered_kv_fs.locks import LostLockError
 from tiered_kv_fs.sweeper import DirectorySweeper, Sweep
 
 _log = logging.getLogger("tiered_kv.fs")
@@ -42,7 +43,7 @@ _EXCHANGES_MAX: Final = 5
 _LOST_PAUSE_S: Final = 0.1  # at most, between two of them
 _LOST_LOCK: Final = (
     "another process held a lock of the directory too, or this one lost it, so the directory may exceed its capacity "
-    f"until the next survey; {WAY_OUT}"
+    f"until the next survey; {OWN_NAME}"
 )
 
 

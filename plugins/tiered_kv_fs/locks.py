@@ -21,14 +21,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Final
 
-from tiered_kv.file_systems import is_full, is_held, mount_of
+from tiered_kv.file_systems import OWN_NAME, is_full, is_held, mount_of
 from tiered_kv.toolkit.small_files import has_name, opened
 from tiered_kv_fs.full_disk import with_room
 
-WAY_OUT: Final = (
-    "on NFS two hosts of one name take each other's locks: give each host and container a name of its own, or another "
-    "nfs.nfs4_unique_id (a parameter of the kernel's module nfs), and mount again"
-)
 _LOST: Final = frozenset({errno.EIO, errno.ESTALE, errno.EBADF})
 """What calls on a lock's descriptor fail with once its lock, or its open file, is lost on the server."""
 _LOST_TRIES: Final = 3  # how often the file is opened anew after that
@@ -40,7 +36,7 @@ class LostLockError(OSError):
     """Another process changed what the lock protects. Nothing was written."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(errno.EIO, f"others hold the lock, too; {WAY_OUT}", path)
+        super().__init__(errno.EIO, f"others hold the lock, too; {OWN_NAME}", path)
 
 
 class Lock:

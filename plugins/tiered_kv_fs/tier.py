@@ -125,7 +125,7 @@ class FsTier(AsyncTier):
             shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         )
         _log.info("tier '%s': opened; %s", name, as_line(self._directory.description))
-        if warning := self._disk_warning():
+        for warning in filter(None, (*self._directory.shortcomings, self._disk_warning())):
             _log.warning("tier '%s': %s", name, warning)
 
     # The event loop.
@@ -228,7 +228,16 @@ class FsTier(AsyncTier):
 
     def describe(self) -> Mapping[str, object]:
         warning = "; ".join(
-            filter(None, (self._files.failure, self._keeper.failure, self._keeper.lost_lock, self._disk_warning()))
+            filter(
+                None,
+                (
+                    self._files.failure,
+                    self._keeper.failure,
+                    self._keeper.lost_lock,
+                    *self._directory.shortcomings,
+                    self._disk_warning(),
+                ),
+            )
         )
         return {
             **({"warning": warning} if warning else {}),

@@ -231,7 +231,7 @@ class SegmentStore:
             "capacity_bytes": sizing.capacity_bytes,
             "used_bytes": listing.used_bytes,
             "free_bytes": need.available - listing.used_bytes,
-            **({"warning": warning} if (warning := need.problem or self._growth_problem(need)) else {}),
+            **({"warning": warning} if (warning := self._problem(need)) else {}),
             "segment_bytes": sizing.segment_bytes,
             "segments_max": sizing.segments_max,
             "foreign_files": self._directory.foreign_files,
@@ -240,6 +240,11 @@ class SegmentStore:
             "threads": self._options.threads,
             "blocks_found": self.counters["recovered_blocks_total"],
         }
+
+    def _problem(self, need: Need) -> str:
+        mount = self._directory.mount
+        locks = mount.lock_problem if mount is not None else ""
+        return "; ".join(filter(None, (locks, need.problem or self._growth_problem(need))))
 
     def _growth_problem(self, need: Need) -> str:
         """Say why the tier gets no further segment though the disk shows space; an empty string if it gets one."""

@@ -15,6 +15,7 @@ from tests.plugins.conftest import StoreBench
 from tests.support.disk_use import fs_ledger, occupied_bytes
 from tests.support.entries import OpenRig
 from tiered_kv.errors import TierBusyError, TierUnavailableError
+from tiered_kv.file_systems import Mount
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
@@ -70,7 +71,7 @@ def test_nvme_says_who_has_the_directory_whatever_the_file_system_calls_it(bench
 
 def lost(name: str, code: int, times: float) -> Callable[..., object]:
     """Return a call of `os` or `fcntl` that fails on the ledger's lock so many times."""
-    call = flock if name == "flock" else getattr(os, name)
+    call: Callable[..., object] = flock if name == "flock" else getattr(os, name)
     left = [times]
 
     def fail(fd: int, *arguments: object) -> object:
@@ -176,3 +177,9 @@ def test_tiers_whose_locks_do_not_exclude_store_and_keep_to_the_capacity_after_a
         thread.join()
     assert sum(stored) > len(stored) // 2
     wait_until(lambda: occupied_bytes(path) <= CAPACITY_BYTES)
+
+
+def test_nvme_says_where_two_hosts_may_take_its_lock(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    mount = Mount("/mnt", "server:/export", "nfs", frozenset({"rw", "vers=3", "nolock"}))
+    monkeypatch.setattr("tiered_kv_nvme.directory.mount_of", lambda _: mount)
+    assert "locks reach no other host, as /mnt is mounted with nolock" in str(bench.open().describe()["warning"])

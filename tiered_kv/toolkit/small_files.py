@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
@@ -22,6 +23,9 @@ SMALL_FILE_BYTES_MAX: Final = 1 << 20
 
 _SAFE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """O_NONBLOCK: to open a pipe in place of the file does not wait for its other end."""
+_IN_USE: Final = frozenset({errno.ENOENT, errno.EACCES, errno.EBUSY})
+_RENAMES_MAX: Final = 25
+_RENAME_PAUSE_S: Final = 0.02
 _NOT_A_FILE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR})
 
 
@@ -72,12 +76,37 @@ def replace_file(
             if flush:
                 os.fsync(fd)
         if not (only_new and _link(temporary, path)):
-            os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            put_in_place(temporary, path, dir_fd=dir_fd)
             return
     except OSError:
         remove(temporary, dir_fd=dir_fd)
         raise
     remove(temporary)
+
+
+def put_in_place(temporary: str, path: str, *, dir_fd: int | None = None) -> None:
+    """Rename a file to `path`, in place of a file there.
+
+    SMB refuses that with ENOENT while others have the older file open, which is removed once they close it (Linux 6.12
+    with Samba 4.22). So this is tried again for a moment.
+    """
+    for _ in range(_RENAMES_MAX - 1):
+        try:
+            os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        except OSError as error:
+            if error.errno not in _IN_USE or not _exists(temporary, dir_fd):
+                raise
+            time.sleep(_RENAME_PAUSE_S)
+        else:
+            return
+    os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+
+def _exists(path: str, dir_fd: int | None) -> bool:
+    with suppress(OSError):
+        os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+        return True
+    return False
 
 
 def _link(temporary: str, path: str) -> bool:
