@@ -14,11 +14,12 @@ import pytest
 
 import tiered_kv
 from tests.support import host_server
-from tests.support.faulty import FourMethodTier, Gate
+from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier
 from tests.support.stacks import PATIENT, Register, stack_of
 from tiered_kv.async_stack import AsyncStack
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.stack import open_stack
+from tiered_kv.tiering.base import TierSpec
 
 BLOCK_BYTES = 4096
 HASHES = [b"one", b"two"]
@@ -79,3 +80,20 @@ def test_without_time_no_call_waits_for_a_tier(register: Register, gate: Gate) -
         for timeout in (0, -1, -math.inf):
             for name in ("get", "contains", "prefetch"):
                 assert CALLS[name](stack, timeout) == 0
+
+
+def test_a_put_whose_time_is_over_stores_no_more_than_memory_holds(register: Register, gate: Gate) -> None:
+    """Its tier stores nothing meanwhile. Each further block would evict one before it, and so count none."""
+
+    class Held(HeldJobsTier):
+        def __init__(self, spec: TierSpec, view: memoryview, tier_type: str) -> None:
+            super().__init__(FourMethodTier(spec, view, tier_type), gate)
+
+    register("held", Held)
+    gate.close()
+    with open_stack(stack_of({"type": "held", "store_budget": 4 * BLOCK_BYTES, **PATIENT})) as stack:
+        rows = stack.region.num_blocks
+        hashes = [bytes([number]) * 8 for number in range(8 * rows)]
+        assert stack.put(hashes, np.ones((8 * rows, BLOCK_BYTES), np.uint8), timeout=0) == rows
+        assert len(stack.get(hashes, timeout=60)) == rows
+        gate.open()

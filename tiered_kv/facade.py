@@ -51,8 +51,9 @@ class BlockFacade(StackCalls[M]):
         """Store the blocks that are not stored yet.
 
         Blocks are stored in the primary tier, and go to the secondary tiers in the background. `put` waits while their
-        store budgets are used up. Without secondary tiers, no more blocks are stored than the primary tier holds: each
-        further block would evict one before it. Of blocks that no tier has taken, those that are still there count.
+        store budgets are used up. Without secondary tiers, or time, no more blocks are stored than the primary tier
+        holds: each further block would evict one before it. Of blocks that no tier has taken, those that are still
+        there count.
 
         Args:
             keys: Block hashes, in the order of their prefix. A hash that appears twice is stored once, with its first
@@ -192,6 +193,9 @@ class BlockFacade(StackCalls[M]):
                 # Wait until every tier has reserved room; a tier without room skips them.
                 is_reserved = has_secondary and self._wait(partial(self._manager.reserve_stores, stop - done), end_s)
                 reserved = stop - done if is_reserved else 0
+                if has_secondary and not is_reserved:  # no tier takes them: each must not evict one before it
+                    with self._lock:
+                        self._manager.spare_own(context)
                 if self._store(keys[done:stop], blocks[done:stop], context, reserved, end_s):
                     done, batches = stop, batches + 1
                     batch, pause_s = self._batch_blocks, PAUSE_MIN_S
