@@ -24,6 +24,7 @@ from tiered_kv.server.descriptors import raise_limit
 from tiered_kv.server.listener import Listener, listen
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.server import CacheServer
+from tiered_kv.server.users import Users
 from tiered_kv.threads import start_thread
 
 _COLLECT_AFTER: Final = 50_000
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         ("tiered-kv serve stack.yaml --socket /run/tiered-kv/cache.sock", "until Ctrl-C, or SIGTERM"),
         (
-            "tiered-kv serve stack.yaml --socket /run/tiered-kv/cache.sock --namespaces 2 --allow-user nobody",
+            "tiered-kv serve stack.yaml --socket /run/tiered-kv/cache.sock --namespaces 2 --allow-user 1000",
             "for two models, and for engines of another user",
         ),
     )
@@ -72,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Status:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_limit()
+    Users(args.allow_user)  # before the socket is there
     listener = _passed_listener() or _listener(args.socket, is_shared=bool(args.allow_user))
     where = str(listener.getsockname())
     why = "it was stopped"

@@ -25,6 +25,7 @@ from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.process import Process, open_pidfd
 from tiered_kv.server.protocol import ClosedError, Hello, Message, ProtocolError
 from tiered_kv.server.session import Session
+from tiered_kv.server.users import Users
 from tiered_kv.threads import STEP
 
 __all__ = ["CacheServer", "listen"]
@@ -68,7 +69,7 @@ class CacheServer:
         listener.setblocking(False)
         self._listener = listener
         self._namespaces = namespaces
-        self._users = {0, os.geteuid(), *users}
+        self._users = Users(users)
         self._pidfd_of = pidfd_of or open_pidfd
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -181,10 +182,9 @@ class CacheServer:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_BYTES)
             pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            refusal = ""
-            if uid not in self._users:
-                refusal = f"user {uid} may not use this cache; start the server with --allow-user {uid}"
-            elif len(self._processes) >= (most := connections_max(self._namespaces.descriptors)):  # some have left
+            refusal = self._users.refusal(uid)
+            most = connections_max(self._namespaces.descriptors)
+            if not refusal and len(self._processes) >= most:  # some have left
                 refusal = f"{most} processes are connected, and there can be no more; raise its limit of descriptors"
             pidfd = -1 if refusal else self._pidfd_of(sock, pid)
             if pidfd < 0 and not refusal:

@@ -1,0 +1,69 @@
+"""Who may connect to a server: its own user, root, and those that are allowed, by the numbers that the kernel shows.
+
+The command and the server make one, on the server's thread. In a user namespace whose map leaves users out, the kernel
+shows all of these as one number, the overflow user (user_namespaces(7)). It is nobody in particular, so never allowed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from tiered_kv.errors import ConfigError
+
+_ALL_USERS: Final = (1 << 32) - 1
+_OVERFLOW: Final = 65534
+_UID_MAP: Final = Path("/proc/self/uid_map")
+_OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
+_TO_DO: Final = (
+    "Run the server and its engines in one user namespace, or give the engine's user a number in the server's (a wider "
+    "uid map), and allow that number"
+)
+
+
+class Users:
+    """The users whose processes may connect.
+
+    Args:
+        allowed: Numbers of users, besides this process's own, and root.
+
+    Raises:
+        ConfigError: One of `allowed` stands for all users that this user namespace leaves out.
+    """
+
+    def __init__(self, allowed: Collection[int] = ()) -> None:
+        self._nobody = unmapped_user()
+        if self._nobody in allowed:
+            raise ConfigError(
+                f"expected a user, found {self._nobody}: in the server's user namespace (/proc/self/uid_map) that is "
+                f"each user without a number in it. {_TO_DO}",
+                location="--allow-user",
+            )
+        self.numbers = {0, os.geteuid(), *allowed} - {self._nobody}
+
+    def refusal(self, uid: int) -> str:
+        """Return why a process of a user may not connect, and what to do; "" if it may."""
+        if uid in self.numbers:
+            return ""
+        if uid == self._nobody:
+            return (
+                "the server cannot tell who this process is: its user has no number in the server's user namespace "
+                f"(/proc/self/uid_map), and is shown as {uid} there, as all others without one. {_TO_DO}"
+            )
+        return f"user {uid} may not use this cache; start the server with --allow-user {uid}"
+
+
+def unmapped_user() -> int | None:
+    """Return the number by which the kernel shows users that this user namespace leaves out; None if it has all."""
+    try:
+        mapped = sum(int(line.split()[2]) for line in _UID_MAP.read_text().splitlines())
+    except (OSError, ValueError, IndexError):  # a kernel without user namespaces
+        return None
+    if mapped >= _ALL_USERS:
+        return None
+    try:
+        return int(_OVERFLOW_UID.read_text())
+    except (OSError, ValueError):
+        return _OVERFLOW
