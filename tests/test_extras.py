@@ -164,6 +164,33 @@ def test_no_message_installs_this_distribution_by_name(extra: str) -> None:
     assert "tiered" not in said
 
 
+@pytest.mark.parametrize(
+    ("extra", "version", "is_old"),
+    [("crypto", "38.0.4", True), ("crypto", "47.0.0", False), ("redis", "5.2.9rc1", True), ("events", "0.9", True)],
+)
+def test_a_library_that_is_too_old_is_named_with_both_versions(
+    extra: str, version: str, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    said = str(MissingExtraError("it", extra))
+    assert (f"{wanted[0]}, and {version} is installed" in said) is is_old
+    assert ("not installed" in said) is not is_old
+    assert said.rpartition(": ")[2].startswith("pip install ")
+
+
+def test_a_tier_whose_library_lacks_a_name_says_that_it_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = imported("tiered_kv_redis.tier:NoSuchTier", library="json", extra="redis")
+    with pytest.raises(AttributeError):
+        load()
+    load = imported("tiered_kv_redis.no_such_module:Tier", library="json", extra="redis")
+    with pytest.raises(ModuleNotFoundError):
+        load()
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.6.0")
+    with pytest.raises(MissingExtraError, match=r"tier 'redis' needs redis>=5\.3, and 4\.6\.0 is installed"):
+        load()
+
+
 def test_files_without_metadata_say_which_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> list[str]:
         raise importlib.metadata.PackageNotFoundError(name)

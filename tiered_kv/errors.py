@@ -2,7 +2,7 @@
 
     TieredKVError
     ├── ConfigError                 the stack's file, or a setting in it, cannot be used
-    │   └── MissingExtraError       a tier's client library is not installed
+    │   └── MissingExtraError       a tier's client library is not installed, or too old
     ├── TierError                   one tier, or its data, cannot be used
     │   ├── TierBusyError           another process owns the tier's storage
     │   ├── FormatError             data of another format version, another namespace, or not ours at all
@@ -45,36 +45,66 @@ class ConfigError(TieredKVError):
 
 
 class MissingExtraError(ConfigError):
-    """A library that a tier or codec needs is not installed.
+    """A library that a tier or codec needs is not installed, or too old.
 
     Args:
         feature: The feature that needs the library, such as "tier 'redis'".
         extra: The extra of this distribution that has the library; empty for a library of another distribution.
         install: What to do, of an author whose library no extra has, such as "pip install other-client".
+        found: The library that lacks something, with its version; where it is left out, the installed versions of the
+            extra's libraries are compared with those that it wants.
     """
 
-    def __init__(self, feature: str, extra: str = "", *, install: str = "", location: str = "") -> None:
+    def __init__(
+        self, feature: str, extra: str = "", *, install: str = "", location: str = "", found: str = ""
+    ) -> None:
         self.extra = extra
+        libraries = _libraries_of(extra)
+        old = [f"{each}, and {found or version} is installed" for each, version in libraries if found or version]
+        lack = " and ".join(old) or "a library that is not installed"
         of_extra = "" if install else f" (the extra '{extra}')"
-        advice = install or _install_command(extra)
-        super().__init__(
-            f"{feature} needs a library that is not installed" + (f"{of_extra}: {advice}" if advice else ""),
-            location=location,
-        )
+        advice = install or _install_command([each for each, _ in libraries])
+        super().__init__(f"{feature} needs {lack}" + (f"{of_extra}: {advice}" if advice else ""), location=location)
 
 
-def _install_command(extra: str) -> str:
-    """Return how to install the libraries of an extra of this distribution, by its metadata; "" if it has no such one.
+def _libraries_of(extra: str) -> list[tuple[str, str]]:
+    """Return what an extra of this distribution wants, by its metadata, and the version of what is too old."""
+    try:
+        needed = importlib.metadata.requires("tiered-kv") or []
+    except importlib.metadata.PackageNotFoundError:  # its files alone are there
+        return [("", "")]
+    of_extra = re.compile(rf"\bextra *== *['\"]{re.escape(extra)}['\"]")
+    libraries = [each.partition(";")[0].strip() for each in needed if of_extra.search(each.partition(";")[2])]
+    return [(each, _too_old(each)) for each in libraries]
+
+
+def is_too_old(extra: str) -> bool:
+    """Return whether a library of an extra is installed, and older than this distribution wants."""
+    return any(version for _, version in _libraries_of(extra))
+
+
+def _too_old(library: str) -> str:
+    """Return the installed version of a library such as "redis>=5.3" that is older than that; else ""."""
+    name, _, least = library.partition(">=")
+    try:
+        found = importlib.metadata.version(name.strip())
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    return found if _numbers(found) < _numbers(least) else ""
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(each) for each in re.findall(r"\d+", re.match(r"[\d.]*", version.strip())[0])]  # type: ignore[index]
+
+
+def _install_command(libraries: list[str]) -> str:
+    """Return how to install the libraries of an extra of this distribution; "" if it has no such one.
 
     The command names the libraries. By the extra, pip would look for this distribution in an index, which may have
     none, or another one, of its name.
     """
-    try:
-        needed = importlib.metadata.requires("tiered-kv") or []
-    except importlib.metadata.PackageNotFoundError:  # its files alone are there
+    if libraries == [""]:
         return "install what the pyproject.toml of tiered-kv lists there"
-    of_extra = re.compile(rf"\bextra *== *['\"]{re.escape(extra)}['\"]")
-    libraries = [each.partition(";")[0].strip() for each in needed if of_extra.search(each.partition(";")[2])]
     return f"pip install {' '.join(map(shlex.quote, libraries))}" if libraries else ""
 
 

@@ -31,7 +31,7 @@ import pluggy
 from tiered_kv.config.secrets import HIDDEN, EnvironmentText, redact, scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import Location, Problems, check, dotted, raise_problems, suggestion
-from tiered_kv.errors import ConfigError, MissingExtraError, ResourceError, remedy_of
+from tiered_kv.errors import ConfigError, MissingExtraError, ResourceError, is_too_old, remedy_of
 
 if TYPE_CHECKING:
     from tiered_kv.tiering.base import SecondaryTierManager
@@ -95,14 +95,19 @@ def imported(
 ) -> Callable[[], Any]:  # Any: the class
     """Return a callable that imports and returns a class, such as "package.module:Class", for a `TierType`.
 
-    Where the `library` that the module needs is not installed, it raises `MissingExtraError`, which names the `extra`
-    of this distribution, or says how to `install` the library of another.
+    Where the `library` that the module needs is not installed, or too old to import it, it raises
+    `MissingExtraError`, which names the `extra` of this distribution, or says how to `install` the library of another.
     """
 
     def load() -> Any:
         if library and importlib.util.find_spec(library) is None:
             raise MissingExtraError(f"tier '{extra or library}'", extra, install=install)
-        return pkgutil.resolve_name(reference)
+        try:
+            return pkgutil.resolve_name(reference)
+        except ImportError as error:  # of a name that an older release lacks
+            if extra and is_too_old(extra):
+                raise MissingExtraError(f"tier '{extra}'", extra) from error
+            raise
 
     return load
 

@@ -7,6 +7,7 @@ import hmac
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -193,8 +194,10 @@ def test_a_codec_set_that_encrypts_refuses_plain_blocks() -> None:
 @pytest.mark.parametrize("found", [None, SimpleNamespace(AESGCM=object)], ids=["cryptography", "an older release"])
 def test_without_its_library_encryption_names_the_extra(found: object, replace_module: ReplaceModule) -> None:
     replace_module("cryptography.hazmat.primitives.ciphers.aead", found)
-    with pytest.raises(MissingExtraError, match=r"codec 'aes-256-gcm' needs .*: pip install 'cryptography>="):
+    with pytest.raises(MissingExtraError, match=r"codec 'aes-256-gcm' needs .*: pip install 'cryptography>=") as caught:
         Cipher({1: SECRET}, 1)
+    assert ("not installed" in str(caught.value)) is (found is None)
+    assert (f"and cryptography {version('cryptography')} is installed" in str(caught.value)) is (found is not None)
 
 
 def test_no_key_is_shown() -> None:

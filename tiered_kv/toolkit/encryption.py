@@ -83,6 +83,7 @@ class Cipher:
     def __init__(self, keys: Mapping[int, bytes], write_key: int | None) -> None:
         assert all(0 < key_id <= KEY_ID_MAX and len(key) == KEY_BYTES for key_id, key in keys.items())
         try:
+            import cryptography
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
             from cryptography.hazmat.primitives.hashes import SHA256
@@ -90,7 +91,8 @@ class Cipher:
         except ImportError as error:
             raise MissingExtraError("codec 'aes-256-gcm'", "crypto") from error
         if not hasattr(AESGCM, "encrypt_into"):  # before version 47
-            raise MissingExtraError("codec 'aes-256-gcm'", "crypto")
+            found = f"cryptography {cryptography.__version__}"
+            raise MissingExtraError("codec 'aes-256-gcm'", "crypto", found=found)
 
         def derive(key: bytes, salt: bytes | None, info: bytes, size_bytes: int) -> bytes:
             return HKDF(SHA256(), size_bytes, salt, info).derive(key)
