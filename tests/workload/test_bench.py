@@ -16,6 +16,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.testing.faults import FailingTier
 from tiered_kv.tiering.base import JobResult
+from tiered_kv.workload import content
 from tiered_kv.workload.bench import BenchSettings, bench_tier
 from tiered_kv.workload.content import BlockContent, Rows
 
@@ -148,6 +149,14 @@ def test_a_sector_or_a_block_of_another_zeros_and_chunks_that_changed_places_are
     assert content.check(rows, [0, 1], [3, 5]) == [(0, 4096), (1, 0)]
     rows[0], rows[1] = 0, np.roll(rows[1], 65536)
     assert content.check(rows, [0, 1], [3, 4]) == [(0, 0), (1, 0)]
+
+
+def test_contents_are_the_same_where_numbers_have_their_high_byte_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, rows = filled(4097, [7, 2**64 - 1])
+    mix = content._mix
+    monkeypatch.setattr(content, "_mix", lambda values: mix(values).astype(">u8"))
+    _, others = filled(4097, [7, 2**64 - 1])
+    assert rows.tobytes() == others.tobytes()
 
 
 def test_contents_stay_the_same_from_version_to_version() -> None:
