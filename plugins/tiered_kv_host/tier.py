@@ -32,7 +32,7 @@ _PART_BLOCKS_MAX: Final = 256  # a part leases, or writes, so many of the server
 _LEASE_SHARE: Final = 8
 """A part leases one row in so many at most: those of three parts stay below what a server lets one session lease."""
 _VECTORS_MAX: Final = 1024  # IOV_MAX of Linux
-_TOUCH_S: Final = 5.0  # how often the server learns that a block is used in this process's memory
+_TOUCH_S: Final = 2.0  # how often the server learns that a block is used in this process's memory
 _TOUCH_TIMEOUT_S: Final = 0.5
 _AWAY: Final = "unanswered"
 """The reason while the server is away. The breaker ignores it: the tier attaches again by itself."""

@@ -17,6 +17,8 @@ from tiered_kv_redis.replies import Reply, command
 from tiered_kv_redis.topology import Topology
 
 KEY_PREFIX = b"tkv1:"
+MARK_PAUSE_S = 1.0
+"""How often the mark is read while blocks are stored or used: a server evicts what was read least recently."""
 
 
 class KeySpace:
@@ -32,7 +34,7 @@ class KeySpace:
         self._topology = topology
         self._prefix = KEY_PREFIX + namespace_digest.hex().encode() + b":"
         self._described = json.dumps(namespace, sort_keys=True, default=str).encode() if namespace is not None else b""
-        self.epoch = Epoch(self, tier=tier)
+        self.epoch = Epoch(self, tier=tier, store_pause_s=MARK_PAUSE_S)
 
     # Worker threads.
 

@@ -33,8 +33,7 @@ _PART_BYTES_MIN = 8 << 20
 """Bytes of one part of a job. Between two parts a connection is idle for a round trip and for Python's work around it.
 Several connections fill each other's pauses; a single connection needs long parts."""
 _SHUTDOWN_TIMEOUT_S = 2.0
-_TOUCH_S = 5.0  # how often the server learns that a block is used in a tier above
-_RENEWAL_S = 60.0  # with `ttl`, and at most half of that: the server writes it to its replicas
+_TOUCH_S = 1.0  # how often the server learns that a block is used in a tier above; it evicts by that, also with `ttl`
 _LOOKUP_SHARE = 0.5
 """The share of `lookup_timeout` within which each of several servers must answer. The rest is for later lookups."""
 
@@ -80,7 +79,7 @@ class RedisTier(BlockingTier):
                 shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
                 lookup_thread=True,
             )
-            every_s = _TOUCH_S if settings.ttl is None else min(_RENEWAL_S, settings.ttl / 2)
+            every_s = _TOUCH_S if settings.ttl is None else min(_TOUCH_S, settings.ttl / 2)
             self._touches = Touches(self._note_uses, f"tiered-kv-{name}-touches", every_s)
         except BaseException:
             self._topology.close()
@@ -196,17 +195,23 @@ class RedisTier(BlockingTier):
     def _note_uses(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         deadline = time.monotonic() + self._settings.timeout
         try:
-            prefix = self._keyspace.prefix(deadline)
+            prefix = self._keyspace.prefix(deadline, is_saved=True)  # as a store, so that the mark is used too
         except NodeError:
             return []
         absent = self._stored.touch(Batch(keys, [prefix + key for key in keys], (), deadline))
         return [keys[at] for at in absent]
 
     def close(self) -> None:
-        """Save the epoch of a reset, for a second at most, and close every connection."""
+        """Save the epoch, for a second at most, and close every connection.
+
+        A reset may not have been saved yet, or the server may have evicted the mark since it was last read.
+        """
+        deadline = time.monotonic() + min(1.0, self._settings.timeout)
         try:
-            if not self._keyspace.epoch.is_saved:
-                self._keyspace.prefix(time.monotonic() + min(1.0, self._settings.timeout), is_saved=True)
+            if self._keyspace.epoch.is_saved:
+                self._keyspace.epoch.check(deadline)
+            else:
+                self._keyspace.prefix(deadline, is_saved=True)
         except NodeError as error:
             about = "tier '%s': a reset has not reached the server: %s"
             _log.warning(about, self.name, self._topology.sentence(error.reason))

@@ -180,6 +180,16 @@ def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage)
     assert storage.reads == reads + 2
 
 
+def test_stores_check_the_mark_more_often_where_it_may_be_evicted(storage: Storage) -> None:
+    now_s = 0.0
+    epoch = Epoch(storage, store_pause_s=CHECK_PAUSE_S / 10, clock=lambda: now_s)
+    value = epoch.saved_value(NEVER)
+    now_s, storage.data = CHECK_PAUSE_S / 5, None
+    assert epoch.value(NEVER) == value
+    assert storage.data is None  # a load waits for no other answer
+    assert epoch.saved_value(NEVER) == value == stored_value(storage)
+
+
 def test_a_mark_that_does_not_answer_costs_few_jobs_its_time(storage: Storage) -> None:
     now_s = 0.0
 
@@ -198,6 +208,23 @@ def test_a_mark_that_does_not_answer_costs_few_jobs_its_time(storage: Storage) -
     now_s = CHECK_PAUSE_S
     epoch.value(NEVER)
     assert now_s == CHECK_PAUSE_S + CHECK_WAIT_S
+
+
+def test_a_mark_that_does_not_answer_costs_few_stores_their_time_where_they_check_more_often(storage: Storage) -> None:
+    now_s = 0.0
+
+    def hang(operation: str) -> None:
+        nonlocal now_s
+        now_s += CHECK_WAIT_S
+        raise TimeoutError
+
+    epoch = Epoch(storage, store_pause_s=CHECK_WAIT_S, clock=lambda: now_s)
+    value = epoch.saved_value(NEVER)
+    storage.before = hang
+    now_s = CHECK_WAIT_S
+    for _ in range(100):
+        assert epoch.saved_value(NEVER) == value
+    assert now_s == 2 * CHECK_WAIT_S
 
 
 def test_a_check_that_fails_at_once_fails_no_job_and_is_repeated_by_the_next(storage: Storage) -> None:

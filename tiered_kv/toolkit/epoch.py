@@ -23,6 +23,7 @@ Rules:
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import threading
@@ -40,6 +41,8 @@ FORMAT_VERSION = 1
 MARK_BYTES_MAX = 128  # bytes of the longest mark of any version
 CHECK_PAUSE_S = 10.0  # how often a process checks that the storage still has its mark
 CHECK_WAIT_S = 1.0  # how long that check may delay the job that makes it
+
+_SPARED = 10  # after a check that failed there is none for this many times as long as it took
 
 SKEW_S = 30.0  # how far the clocks of two machines may differ, for rule 5
 
@@ -108,7 +111,8 @@ class Epoch:
     """The epoch of this process, with its mark in `store`. Deadlines are times of `time.monotonic()`.
 
     The scheduler's thread calls `renew`, which does no I/O. Workers call the rest. Messages name the `tier`. If only
-    one process at a time uses the storage, it is not shared, and rule 5 does not apply.
+    one process at a time uses the storage, it is not shared, and rule 5 does not apply. Stores check the mark every
+    `store_pause_s`, if that is less than `CHECK_PAUSE_S`: for storage that evicts it unless it is read.
     """
 
     def __init__(
@@ -117,11 +121,13 @@ class Epoch:
         *,
         tier: str = "",
         is_shared: bool = True,
+        store_pause_s: float = CHECK_PAUSE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._tier = tier
         self._is_shared = is_shared
+        self._store_pause_s = store_pause_s
         self._clock = clock
         self._io_lock = threading.Lock()  # held while the mark is read or written
         self._lock = threading.Lock()  # guards the two below; held for assignments only
@@ -176,7 +182,7 @@ class Epoch:
         """Return the epoch's value, to store with. Writes the mark first if necessary; raises as `value`."""
         mark = self._saved_mark()
         if mark is not None:
-            self._check_if_due(deadline)
+            self._check_if_due(deadline, self._store_pause_s)
             return (self._saved_mark() or mark).value
         if not self._io_lock.acquire(timeout=min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
             raise TimeoutError("another thread is reading or writing the epoch's mark")
@@ -184,6 +190,10 @@ class Epoch:
             return self._settle(deadline)
         finally:
             self._io_lock.release()
+
+    def check(self, deadline: float) -> None:
+        """Check the mark now, if this process has one; an error is ignored."""
+        self._check_if_due(deadline, 0.0)
 
     def try_to_save(self, timeout_s: float) -> None:
         """Write the mark of a reset, if the storage lacks it. If that fails, the next `saved_value` writes it."""
@@ -199,10 +209,11 @@ class Epoch:
         data = self._store.read(deadline)
         return data, None if data is None else EpochMark.decode(data)
 
-    def _check_if_due(self, deadline: float) -> None:
+    def _check_if_due(self, deadline: float, pause_s: float = math.inf) -> None:
         """Check the mark periodically. Other threads do not wait for it, and an error does not fail the job."""
         now_s = self._clock()
-        if not self._must_recheck and now_s - self._checked_at_s < CHECK_PAUSE_S:
+        pause_s = min(pause_s, CHECK_PAUSE_S)
+        if not self._must_recheck and now_s - self._checked_at_s < pause_s:
             return
         if not self._io_lock.acquire(blocking=False):
             return
@@ -210,8 +221,8 @@ class Epoch:
             self._must_recheck, self._checked_at_s = False, now_s
             self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
         except Exception:  # the job uses the same storage, and reports the error
-            # Repeated after 10 times as long as it took: soon, but a mark without an answer must not delay each job.
-            self._checked_at_s += (self._clock() - now_s) * (CHECK_PAUSE_S / CHECK_WAIT_S) - CHECK_PAUSE_S
+            # Soon again, but a mark without an answer must not delay each job.
+            self._checked_at_s += (self._clock() - now_s) * _SPARED - pause_s
         finally:
             self._io_lock.release()
 

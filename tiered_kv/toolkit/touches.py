@@ -45,8 +45,10 @@ class Touches:
     def note(self, keys: Iterable[OffloadKey]) -> None:
         """Note that blocks are used."""
         now_s = time.monotonic()
-        if now_s - self._begun_s >= self._interval_s / 2 or len(self._young) >= KNOWN_MAX:
-            self._young, self._old, self._begun_s = set(), self._young, now_s
+        passed_s = now_s - self._begun_s
+        if passed_s >= self._interval_s / 2 or len(self._young) >= KNOWN_MAX:
+            self._old = self._young if passed_s < self._interval_s else set()  # after a pause all are due again
+            self._young, self._begun_s = set(), now_s
         young, old = self._young, self._old
         if new := [key for key in keys if key not in young and key not in old]:
             young.update(new)
