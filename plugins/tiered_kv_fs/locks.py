@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Final
 
-from tiered_kv.file_systems import OWN_NAME, is_full, is_held, mount_of
+from tiered_kv.file_systems import OWN_NAME, is_held, mount_of
 from tiered_kv.toolkit.small_files import has_name, opened
 from tiered_kv_fs.full_disk import with_room
 
@@ -50,13 +50,11 @@ class Lock:
         self._is_lost = False
 
     def mark(self) -> None:
-        """Write a random mark into the file, unless the disk is full."""
+        """Write a random mark into the file, unless the disk is full or the mount writes front to back only."""
         self._mark = secrets.token_hex(_MARK_BYTES // 2).encode()
         try:
             os.pwrite(self._fd, self._mark, 0)
         except OSError as error:
-            if not is_full(error) and error.errno not in _LOST:
-                raise
             self._is_lost, self._mark = error.errno in _LOST, b""
 
     def is_lost(self) -> bool:
@@ -70,9 +68,7 @@ class Lock:
             if _is_nfs(self._fd):  # which writes later, and reads what it has in memory
                 os.fsync(self._fd)
         except OSError as error:
-            if error.errno not in _LOST and not is_full(error):
-                raise
-            return not is_full(error)
+            return error.errno in _LOST
         return False
 
 

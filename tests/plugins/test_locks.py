@@ -112,6 +112,17 @@ def test_a_lock_whose_descriptor_fails_is_a_lost_one_of_which_a_tier_says_once_w
     assert "nfs4_unique_id" in str(rig.tier.describe()["warning"])
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ESPIPE, errno.EPERM])
+def test_a_lock_s_file_that_cannot_be_written_is_no_lost_lock(
+    open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(os, "pwrite", lost("pwrite", code, float("inf")))
+    rig = open_rig()
+    assert rig.store(make_keys(16)).success
+    assert not count_of(rig.tier.stats(), "failed_calls_total", "lock_lost")
+    assert "warning" not in rig.tier.describe()
+
+
 def test_what_another_holder_of_the_lock_wrote_is_not_written_over(
     open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
