@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.file_systems import is_of_place
+from tiered_kv.file_systems import is_of_place, is_stuck
 from tiered_kv.threads import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
@@ -171,9 +171,8 @@ class BatchWriter:
         try:
             if isinstance(error, OSError):
                 self.counters.note_io_error("writing blocks", error)
-                is_bad_place = is_of_place(error) and self.probe.takes_writes(
-                    reservation.segment, reservation.header.offset
-                )
+                may_be_place = is_of_place(error) or is_stuck(error)  # the file was made immutable
+                is_bad_place = may_be_place and self.probe.takes_writes(reservation.segment, reservation.header.offset)
         finally:
             with self.pool.changed:
                 if is_bad_place:

@@ -34,7 +34,7 @@ def place(store: SegmentStore, key: OffloadKey) -> tuple[int, int, int]:
 # Writes.
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ENODATA, errno.EREMOTEIO])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ENODATA, errno.EREMOTEIO, errno.EPERM])
 @pytest.mark.parametrize("bad", [MIDDLE, (PAGE_BYTES, SEGMENT_BYTES), WHOLE], ids=["middle", "batches", "file"])
 def test_a_place_that_refuses_writes_costs_no_store(bench: StoreBench, code: int, bad: tuple[int, int]) -> None:
     disk = BadPlaces(code)
@@ -100,7 +100,7 @@ def test_a_bad_header_of_every_new_file_in_a_slot_stops_no_store(bench: StoreBen
     assert store.stats()["room_timeouts_total"] == store.stats()["refused_stores_total"] == 0
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENODEV])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENODEV, errno.EPERM])
 def test_a_disk_that_refuses_every_write_leaves_nothing_out(bench: StoreBench, code: int) -> None:
     store = bench.open_ready()
     bench.fill(store, range(5))
