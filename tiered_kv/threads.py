@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -91,6 +91,36 @@ def _run(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_result(function())
     except BaseException as error:
         future.set_exception(error)
+
+
+def call_within(limit_s: float, work: Callable[[], T], name: str, undo: Callable[[T], object] | None = None) -> T:
+    """Return what `work` returns on a thread of its own, or raise what it raises: a call that may hang in the kernel.
+
+    `undo` gets a result that comes too late, or after an exception of the waiting thread.
+
+    Raises:
+        TimeoutError: It has not ended in time. Its thread is left behind.
+        ResourceError: The system gives no thread.
+    """
+    future: Future[T] = Future()
+    thread = start_thread(_run, name, future, work)
+    try:
+        wait([future], timeout=limit_s)
+        if not future.done():
+            raise TimeoutError(f"no answer in {limit_s:g} s")
+        thread.join()
+        return future.result()
+    except BaseException:
+        if undo is not None:
+            future.add_done_callback(partial(_undo, undo))
+        raise
+    finally:
+        del future  # an error of `work` has this frame, whose variables would keep it
+
+
+def _undo(undo: Callable[[Any], object], future: Future[Any]) -> None:  # Any: what a call returned
+    if future.exception() is None:
+        undo(future.result())
 
 
 class DaemonThreads(Executor):

@@ -21,7 +21,7 @@ from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import failure_reason
-from tiered_kv.toolkit.small_files import words_of
+from tiered_kv.toolkit.small_files import told
 from tiered_kv_fs.directory import Directory, reason_of
 from tiered_kv_fs.full_disk import without_room
 from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, VALID_S, DirectoryLedger, Holder, LedgerState
@@ -263,10 +263,8 @@ class Keeper:
             reason = reason_of(error) if isinstance(error, OSError) else failure_reason(error)
             self.counters.add("failed_calls_total", reason)
             if self._log_limit.take(reason) is not None:
-                _log.warning("%s: %s; %s", self.directory.path, error, self._log_limit.about)
-            self.failure = f"keeping the capacity failed: {words_of(error) if isinstance(error, OSError) else error}"
-            if isinstance(error, OSError) and isinstance(error.filename, str):
-                self.failure += f": {error.filename}"
+                _log.warning("%s: %s; %s", self.directory.path, told(error), self._log_limit.about)
+            self.failure = f"keeping the capacity failed: {told(error)}"
             return reason
         self.failure = ""
         return ""

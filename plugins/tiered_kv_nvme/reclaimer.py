@@ -14,7 +14,7 @@ from tiered_kv.file_systems import is_of_place
 from tiered_kv.log_limit import LogLimit
 from tiered_kv.threads import give_way, start_thread
 from tiered_kv.toolkit.codecs import Draft
-from tiered_kv.toolkit.small_files import has_name
+from tiered_kv.toolkit.small_files import has_name, told
 from tiered_kv_nvme.disk import StoreCounters
 from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool, place_of
 from tiered_kv_nvme.probe import DiskProbe
@@ -96,7 +96,7 @@ class Reclaimer:
             self.remake()
         except (OSError, TieredKVError) as error:
             if self._log_limit.take(f"remake {type(error).__name__}") is not None:
-                _log.warning("%s: missing files cannot be made: %s", folder.path, error)
+                _log.warning("%s: missing files cannot be made: %s", folder.path, told(error, folder.path))
             return
         with self.pool.changed:
             segments = [segment for segment in self.pool.segments.values() if not segment.deleted]

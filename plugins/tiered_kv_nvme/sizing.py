@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 from tiered_kv.config.units import BYTES_MAX, format_bytes
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, ResourceError
 from tiered_kv.limits import DESCRIPTORS_SHARE, Limits, disk_need
+from tiered_kv.threads import call_within
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, pages
 from tiered_kv_nvme.segment import segment_bytes_min
@@ -16,6 +18,7 @@ SEGMENTS_MIN = 4  # one for stores, two free ones, one with blocks
 SEGMENTS_MAX = 512  # each is an open file; a process often may have 1024
 INDEX_BYTES = 200  # memory of an entry of the index, with its key; see `tiered_kv_nvme.pool`
 
+_ROOM_S = 5.0  # how long a file system may take to say what room it has
 _SEGMENTS_WANTED = 64
 _SEGMENTS_COMFORTABLE = 8
 _SEGMENT_BYTES_FLOOR = 8 << 20
@@ -100,17 +103,24 @@ def descriptors_left(others: int = 0) -> int:
 
 
 def room_bytes_of(path: str) -> int:
-    """Return what a directory may occupy: what is in it, and its disk's free space. A missing one will be made."""
+    """Return what a directory may occupy: what is in it, and its disk's free space. A missing one will be made.
+
+    A file system that does not answer has no limit: the opening reports it.
+    """
     try:
-        used_bytes = 0
-        if os.path.isdir(path):
-            with os.scandir(path) as entries:
-                used_bytes = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
-        while not os.path.isdir(path):
-            path = os.path.dirname(path)
-        return disk_need(path, 0, used_bytes).available
-    except OSError:  # the opening reports it
+        return call_within(_ROOM_S, partial(_room_bytes_of, path), "tiered-kv-nvme-room")
+    except (OSError, ResourceError):
         return BYTES_MAX
+
+
+def _room_bytes_of(path: str) -> int:
+    used_bytes = 0
+    if os.path.isdir(path):
+        with os.scandir(path) as entries:
+            used_bytes = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries)
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return disk_need(path, 0, used_bytes).available
 
 
 def _choose(capacity_bytes: int, least_bytes: int, comfortable_bytes: int, descriptors_max: int) -> int:

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
+from tests.support.bad_place import BadPlace, PlaceGoesBad
 from tests.support.crash_scenario import CrashScenario, Excuses, Found, Progress
 from tests.support.disk_use import flush_file_system, occupied_bytes
 from tests.support.mounts import Ext4Image, PowerLoss
@@ -46,12 +47,13 @@ _KINDS: Final = {"changes": CHANGES, "reads": READS, "sends": SENDS, "all": ("al
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One fault in one run: a system call that fails, or a write that takes half of its bytes."""
+    """One fault in one run: a call that fails, a write that takes half of its bytes, or a place that goes bad."""
 
     scenario: CrashScenario
     fault: Fault | None = None
     cut: int | None = None  # the number of the write
     cut_ends: bool = False  # the process is killed then
+    bad: BadPlace | None = None  # a place that the disk refuses from then on
     power: PowerLoss | None = None  # is cut once the writer has ended
     lies: bool = False  # the disk returns false successes, or never recovers
     loses_pages: bool = False  # files may come back without their bytes: blocks are found, and damaged
@@ -113,10 +115,15 @@ class CrashServer:
     def _write(self, case: Case) -> Ended:
         # A child that is only killed answers as it goes: with other faults, looking may be what fails.
         onwards = case.fault is not None and case.fault.onwards
-        excuses = Excuses(damaged=case.lies, one_call=not case.kills, for_good=onwards)
+        cannot_read = case.bad is not None and case.bad.refuses == "reads"
+        excuses = Excuses(damaged=case.lies or cannot_read, one_call=not case.kills, for_good=onwards)
         write = functools.partial(case.scenario.write, self._progress, excuses)
         if case.fault is not None:
             return run_with_fault(write, case.fault, log=self._log)
+        if case.bad is not None:
+            place = PlaceGoesBad(str(case.scenario.path), case.bad)
+            ended = run_plain(place.around(write), log=self._log)
+            return dataclasses.replace(ended, was_hit=place.was_hit)
         assert case.cut is not None
         counter = _short_writes(case.scenario, case.cut, ends=case.kills)
         ended = run_plain(counter.around(write), log=self._log)

@@ -12,9 +12,11 @@ import dataclasses
 import itertools
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from tests.support.bad_place import BadPlace
 from tests.support.crash_cases import FS, NO_BLOCKS, NVME, CrashCases, changes_of, sample, settle
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case
@@ -132,6 +134,24 @@ def test_a_disk_that_never_recovers_and_one_that_lies_cost_blocks_only(
     ]
     note = "calls that fail for good, writes and flushes that lie"
     hit = settle(f"io-errors/{scenario.tier}", cases.run(run), figures, note)
+    assert sum(outcome.loaded for outcome in hit) > len(hit), NO_BLOCKS
+
+
+BAD_PLACES = (4, 60)
+"""How many of each kind the short and the full profile take."""
+
+
+@TIERS
+def test_a_place_that_goes_bad_costs_its_blocks_only(
+    cases: CrashCases, scenario: CrashScenario, profile: Profile, figures: Figures
+) -> None:
+    kinds: list[tuple[Literal["reads", "writes"], str]] = [("writes", "EIO"), ("writes", "ENOSPC"), ("reads", "EIO")]
+    writes = range(cases.count_writes(scenario))
+    places = [
+        BadPlace(write, refuses, code) for refuses, code in kinds for write in sample(writes, profile.pick(*BAD_PLACES))
+    ]
+    outcomes = cases.run([Case(scenario, bad=bad) for bad in places])
+    hit = settle(f"io-errors/{scenario.tier}", outcomes, figures, "places that refuse all reads, or writes, for good")
     assert sum(outcome.loaded for outcome in hit) > len(hit), NO_BLOCKS
 
 

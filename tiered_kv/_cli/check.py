@@ -22,6 +22,7 @@ from tiered_kv._cli.stacks import (
     purge_own,
     tier_error_text,
 )
+from tiered_kv._cli.time_limit import TimeLimit
 from tiered_kv.config.reading import from_source
 from tiered_kv.config.secrets import error_text, scrub
 from tiered_kv.config.settings import TierSettings
@@ -165,6 +166,7 @@ def _check(stack: OperatedStack, config: StackConfig) -> StackCheck:
             need = replace(need, is_refused=False, problem=f"in vLLM, {need.problem}")
         needs.append(need)
     tiers: list[TierCheck] = []
+    config = _required(config)
     try:
         with ExitStack() as opened:
             listens = _check_listens(config, opened)
@@ -174,6 +176,15 @@ def _check(stack: OperatedStack, config: StackConfig) -> StackCheck:
         is_own = config.namespace.model == OWN_MODEL
         left = purge_own(config, [each for each in config.secondary if is_own and each.name not in closed])
     return StackCheck([_with_left(tier, left.get(tier.name, "")) for tier in tiers], listens, needs)
+
+
+def _required(config: StackConfig) -> StackConfig:
+    """Return the configuration with tiers that must open, soon."""
+    tiers = [
+        tier.model_copy(update={"required": True, "open_timeout": min(tier.open_timeout, _PROBE_S)})
+        for tier in config.secondary
+    ]
+    return config.model_copy(update={"secondary": type(config.secondary)(tiers)})
 
 
 def _with_left(tier: TierCheck, left: str) -> TierCheck:
@@ -237,26 +248,41 @@ def _check_primary(config: StackConfig, needs: list[Need]) -> tuple[TierCheck, P
 
 
 def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegion, opened: ExitStack) -> TierCheck:
-    secrets, details = settings.secret_texts(), dict[str, object]()
+    time_limit = TimeLimit(_PROBE_S)
     with held_log() as drop_log:
         try:
-            tier = open_tier(config, settings, region.kv_view)
-            opened.callback(shut_down, [tier], config)
-            details = _described(tier, secrets)
-            left = _store_elsewhere(config, settings, region) if _lists_entries(settings) else None
-            if left is not None:
-                return _with_left(TierCheck(settings.name, settings.type, True, details=details), left)
-            error = _store_one(tier, settings, region)
-            details = _described(tier, secrets)  # with what the store showed
-            error += f"; {details['warning']}" if error and "warning" in details else ""
+            check = time_limit.run(lambda: _open_and_store(config, settings, region, opened, time_limit), settings)
         except Exception as problem:  # a third-party tier may raise anything
-            error = tier_error_text(problem, settings)
-        if error or "warning" in details:  # which say what the log does
+            check = TierCheck(settings.name, settings.type, False, tier_error_text(problem, settings))
+        if check.error or "warning" in check.details:  # which say what the log does
             drop_log()
+    return check
+
+
+def _open_and_store(
+    config: StackConfig, settings: TierSettings, region: PrimaryRegion, opened: ExitStack, time_limit: TimeLimit
+) -> TierCheck:
+    secrets, details, error = settings.secret_texts(), dict[str, object](), ""
+    tier = open_tier(config, settings, region.kv_view)
+    opened.callback(shut_down, [tier], config)
+    time_limit.begin(_PROBE_S)
+    try:
+        details = _described(tier, secrets)
+        left = _store_elsewhere(config, settings, region, time_limit) if _lists_entries(settings) else None
+        if left is not None:
+            return _with_left(TierCheck(settings.name, settings.type, True, details=details), left)
+        time_limit.begin(2 * _PROBE_S)
+        error = _store_one(tier, settings, region)
+        details = _described(tier, secrets)  # with what the store showed
+        error += f"; {details['warning']}" if error and "warning" in details else ""
+    except Exception as problem:  # a third-party tier may raise anything
+        error = tier_error_text(problem, settings)
     return TierCheck(settings.name, settings.type, not error, error, details)
 
 
-def _store_elsewhere(config: StackConfig, settings: TierSettings, region: PrimaryRegion) -> str | None:
+def _store_elsewhere(
+    config: StackConfig, settings: TierSettings, region: PrimaryRegion, time_limit: TimeLimit
+) -> str | None:
     """Store a block under the command's own namespace, and delete it again; return what is left.
 
     So no tier evicts or sweeps the stack's blocks for a `capacity` that may be a mistake. None if that is not possible:
@@ -266,7 +292,9 @@ def _store_elsewhere(config: StackConfig, settings: TierSettings, region: Primar
     with suppress(Exception), ExitStack() as opened:  # a third-party tier may raise anything
         tier = open_tier(own_config(config), settings, region.kv_view)
         opened.callback(shut_down, [tier], config)
+        time_limit.begin(2 * _PROBE_S)
         is_stored = not _store_one(tier, settings, region)
+    time_limit.begin(2 * _PROBE_S)
     left = purge_own(config, [settings]).get(settings.name, "")
     return left if is_stored else None
 

@@ -19,6 +19,7 @@ from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.ask import DEFAULT_ADDRESS, fetch, is_address, url_of
 from tiered_kv._cli.output import Status, one_line, print_json, print_text, printable, progress
 from tiered_kv._cli.stacks import administer, operated_stack
+from tiered_kv._cli.time_limit import TimeLimit
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
@@ -100,10 +101,15 @@ def run(args: argparse.Namespace) -> Status:
 
 def _of_storage(file: str, timeout_s: float) -> Iterator[Advice]:
     """Yield advice about namespaces of the same model in the storage of the tiers of a stack's file."""
-    stack = operated_stack(argparse.Namespace(stack=file))
+    stack = operated_stack(argparse.Namespace(stack=file, timeout=timeout_s))
     with progress("looking for namespaces", None):
         for settings in stack.config.secondary:
-            survey, _ = administer(settings, lambda found: found.survey(time.monotonic() + timeout_s))
+            survey, error = administer(
+                settings, lambda found: found.survey(time.monotonic() + timeout_s), TimeLimit(timeout_s)
+            )
+            if error:
+                sentence = f"The storage of {settings.name} could not be looked at: {error}."
+                yield Advice("storage", settings.name, 0.0, sentence, "`tiered-kv check STACK` shows what it lacks.")
             yield from _of_namespaces(settings.name, stack.digest, () if survey is None else survey.namespaces)
 
 

@@ -17,6 +17,7 @@ from tiered_kv._cli.stacks import (
     operated_stack,
     tier_error_text,
 )
+from tiered_kv._cli.time_limit import TimeLimit
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
@@ -102,15 +103,16 @@ def run(args: argparse.Namespace) -> Status:
 
 def _inspect(stack: OperatedStack, settings: TierSettings, args: argparse.Namespace) -> TierInspection:
     tier = TierInspection(settings.name, settings.type)
+    time_limit = TimeLimit(args.timeout or _TIMEOUT_S)
 
     def inspect(administration: TierAdministration) -> None:
         tier.where = administration.where
         with progress(f"counting {tier.name}", None):
             tier.survey = administration.survey(time.monotonic() + (args.timeout or _TIMEOUT_S))
         if args.verify:
-            _verify(administration, stack, settings, tier, args)
+            _verify(administration, stack, settings, tier, args, time_limit)
 
-    _, error = administer(settings, inspect)
+    _, error = administer(settings, inspect, time_limit)
     if error is None:
         tier.unavailable = f"tiers of type '{settings.type}' show nothing to other processes"
     tier.error = error or ""
@@ -123,10 +125,13 @@ def _verify(
     settings: TierSettings,
     tier: TierInspection,
     args: argparse.Namespace,
+    time_limit: TimeLimit,
 ) -> None:
     rate_bytes = args.rate or _RATE_BYTES
     total_bytes = sum(_size_bytes(each) for each in tier.survey.namespaces)
-    deadline = time.monotonic() + (args.timeout or _TIMEOUT_S + _TIMEOUT_FACTOR * total_bytes / rate_bytes)
+    limit_s = args.timeout or _TIMEOUT_S + _TIMEOUT_FACTOR * total_bytes / rate_bytes
+    time_limit.begin(limit_s)
+    deadline = time.monotonic() + limit_s
     with progress(f"verifying {tier.name}", total_bytes, in_bytes=True) as show:
         on_block = _paced(rate_bytes, show, deadline)
         for each in tier.survey.namespaces:

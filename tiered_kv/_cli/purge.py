@@ -14,6 +14,7 @@ from tiered_kv._cli.arguments import describe_use, seconds
 from tiered_kv._cli.ask import fetch, read_status
 from tiered_kv._cli.output import Status, one_line, print_json, print_table, print_text, progress
 from tiered_kv._cli.stacks import add_stack_arguments, administer, digest, operated_stack
+from tiered_kv._cli.time_limit import TimeLimit
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError, TieredKVError
@@ -141,7 +142,7 @@ def _look(settings: TierSettings, digest: str | None, tenant: str | None, timeou
             elif stored.tenant is None:
                 tier.unknown.append(stored.digest)
 
-    _, error = administer(settings, look)
+    _, error = administer(settings, look, TimeLimit(timeout_s))
     tier.error = f"tiers of type '{settings.type}' cannot be purged by this command" if error is None else error
     return tier
 
@@ -161,7 +162,7 @@ def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
             found.purged = not removed.left
 
     if tier.namespaces:
-        tier.error = administer(settings, purge)[1] or tier.error
+        tier.error = administer(settings, purge, TimeLimit(timeout_s))[1] or tier.error
 
 
 def _ask(tiers: Sequence[TierPurge]) -> None:

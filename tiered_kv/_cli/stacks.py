@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from logging.handlers import MemoryHandler
 from typing import Any, Final, TypeVar
 
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 
 from tiered_kv._cli.arguments import size
 from tiered_kv._cli.output import progress
+from tiered_kv._cli.time_limit import TimeLimit
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
 from tiered_kv.config.secrets import error_text, scrub
@@ -175,15 +177,21 @@ def chosen_tiers(config: StackConfig, name: str | None) -> list[TierSettings]:
     return tiers
 
 
-def administer(settings: TierSettings, work: Callable[[TierAdministration], T]) -> tuple[T | None, str | None]:
+def administer(
+    settings: TierSettings, work: Callable[[TierAdministration], T], time_limit: TimeLimit
+) -> tuple[T | None, str | None]:
     """Return the result of `work` with a tier's administration, and an error; both None if the type has none."""
+
+    def administer_it(load: Callable[[], Callable[[TierSettings], TierAdministration]]) -> T:
+        with closing(load()(settings)) as administration:
+            return work(administration)
+
     with held_log() as drop:
         try:
             load = tier_type_of(settings).administration
             if load is None:
                 return None, None
-            with closing(load()(settings)) as administration:
-                return work(administration), ""
+            return time_limit.run(partial(administer_it, load), settings), ""
         except Exception as error:  # a third-party administration may raise anything
             drop()
             return None, tier_error_text(error, settings)
@@ -215,7 +223,9 @@ def purge_own(config: StackConfig, tiers: Iterable[TierSettings]) -> dict[str, s
     namespace = own_config(config).identity.digest.hex()
     left: dict[str, str] = {}
     for settings in tiers:
-        purged, error = administer(settings, lambda each: each.purge(namespace, time.monotonic() + _FIND_S))
+        purged, error = administer(
+            settings, lambda each: each.purge(namespace, time.monotonic() + _FIND_S), TimeLimit(_FIND_S)
+        )
         left[settings.name] = error or "; ".join(() if purged is None else purged.left)
     return {name: what for name, what in left.items() if what}
 
@@ -237,7 +247,9 @@ def _fitting(config: StackConfig, block_bytes: int | None, find_s: float) -> dic
     with progress("looking for the namespace", None):
         for settings in config.secondary:
             # The verb itself reports a storage that cannot be reached.
-            names, _ = administer(settings, lambda found: found.namespaces(time.monotonic() + find_s))
+            names, _ = administer(
+                settings, lambda found: found.namespaces(time.monotonic() + find_s), TimeLimit(find_s)
+            )
             fit = {each.digest: each for each in names or () if _fits(config, block_bytes, each)}
             found += [fit] if fit else []
     common = set(found[0]).intersection(*found[1:]) if found else set()

@@ -144,6 +144,14 @@ class TierSettings(StrictModel):
     fill_on_promotion: bool = Field(
         default=False, description="Also store here a block that is promoted from a tier below."
     )
+    required: bool = Field(
+        default=True,
+        description="Whether the stack opens only with this tier. If not, it opens without one that cannot be opened, "
+        "tries again, and takes the tier in when it answers.",
+    )
+    open_timeout: Seconds = Field(
+        default=60.0, gt=0, le=86400, description="How long the opening of the tier may take, before it fails."
+    )
     breaker_failures: Count = Field(
         default=5, ge=1, le=1_000_000, description="Failures in a row that open the tier's breaker."
     )

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Final
 
 from tiered_kv.config.secrets import scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import suggestion
-from tiered_kv.errors import ConfigError, ResourceError, TieredKVError, TierError, remedy_of
+from tiered_kv.errors import (
+    ConfigError,
+    ResourceError,
+    TieredKVError,
+    TierError,
+    TierUnavailableError,
+    remedy_of,
+)
 from tiered_kv.hooks import tier_settings, tier_type_of
+from tiered_kv.threads import call_within
 from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.tiering.late import LateTier
 
 _SEED_ARGUMENTS = 3
 """offloading_spec, primary_kv_view, tier_type."""
 
+_OPTIONAL_S: Final = 5.0
+"""How long an opening waits for a tier that is not `required`."""
 _NO_SUPER = "its class does not call super().__init__(offloading_spec, primary_kv_view, tier_type)"
 
 
@@ -52,11 +65,21 @@ class SecondaryTierFactory:
                 raise ConfigError(f"tier type '{tier_type.name}' {message}")
             tier_class: Callable[..., SecondaryTierManager] = loaded  # each has arguments of its own
             _check_keywords(tier_class, keywords, checked.name)
-            tier = tier_class(*arguments, **keywords)
-            # A property of a third-party class may raise; here that names the tier.
-            if not all(hasattr(tier, name) for name in ("tier_type", "is_nonblocking", "takes_offsets")):
-                raise TierError(_NO_SUPER, tier=checked.name, operation="open")
-            return tier
+
+            def open_it() -> SecondaryTierManager:
+                tier = tier_class(*arguments, **keywords)
+                # A property of a third-party class may raise; here that names the tier.
+                if not all(hasattr(tier, name) for name in ("tier_type", "is_nonblocking", "takes_offsets")):
+                    raise TierError(_NO_SUPER, tier=checked.name, operation="open")
+                return tier
+
+            def stand_in() -> LateTier:
+                offsets = loaded.takes_offsets is True
+                return LateTier(
+                    offloading_spec, primary_kv_view, tier_type.name, checked, open_it, takes_offsets=offsets
+                )
+
+            return _within_its_time(checked, open_it, stand_in)
         except ResourceError as error:
             reason = str(error)
         except TieredKVError:
@@ -65,6 +88,37 @@ class SecondaryTierFactory:
             reason = f"{type(error).__name__}: {scrub(str(error), checked.secret_texts())}{remedy_of(error)}"
         # Raised outside of the handler, without a context: the original message may contain secrets.
         raise TierError(reason, tier=checked.name, operation="open")
+
+
+def _within_its_time(
+    settings: TierSettings,
+    open_it: Callable[[], SecondaryTierManager],
+    stand_in: Callable[[], LateTier],
+) -> SecondaryTierManager:
+    """Return the open tier; if it is not `required`, else one that stands for it until it can be opened."""
+    if not settings.required:
+        late = stand_in()
+        return late.wait(min(_OPTIONAL_S, settings.open_timeout)) or late
+    try:
+        return call_within(settings.open_timeout, open_it, f"tiered-kv-{settings.name}-open", undo=_shut_down)
+    except TimeoutError as error:
+        raise TierUnavailableError(
+            f"{error}{where_of(settings)}; a mount or a device may hang. Mount it again, raise open_timeout, or write "
+            "'required: false' to begin without this tier",
+            tier=settings.name,
+            operation="open",
+        ) from None
+
+
+def where_of(settings: TierSettings) -> str:
+    """Return the directory in a tier's settings, for messages; an empty string if it has none."""
+    path = getattr(settings, "path", None)
+    return f" from {path}" if isinstance(path, str) else ""
+
+
+def _shut_down(tier: SecondaryTierManager) -> None:
+    with suppress(Exception):  # of a third-party tier that was opened too late
+        tier.shutdown()
 
 
 def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, object], name: str) -> None:

@@ -212,7 +212,8 @@ class ClaimedDirectory:
         remedy = _REMEDIES.get(error.errno or 0, remedy_of(error))
         if isinstance(error, NotPrivateError):
             remedy = "; or set `private: false`" if error.errno == errno.EPERM else ""
-        name = f" ({error.filename})" if error.filename and error.filename != self.path else ""
+        has_name = isinstance(error.filename, str) and error.filename != self.path  # else it is a descriptor's number
+        name = f" ({error.filename})" if has_name else ""
         message = f"the directory {self.path} cannot be used: {error.strerror or error}{name}{remedy}"
         return TierUnavailableError(message, tier=self.tier, operation=operation)
 

@@ -190,6 +190,14 @@ def words_of(error: OSError) -> str:
     return f"{error.strerror or error}{f' ({name})' if name else ''}"
 
 
+def told(error: BaseException, place: str = "") -> str:
+    """Return an error for people: the system's words, and the path unless it is `place`; no descriptor's number."""
+    if not isinstance(error, OSError):
+        return str(error) or type(error).__name__
+    path = error.filename if isinstance(error.filename, str) and error.filename != place else ""
+    return f"{words_of(error)}{path and f': {path}'}"
+
+
 def fields_of(text: bytes | str | None) -> dict[str, object]:
     """Return the fields of a JSON object; empty if `text` is not one."""
     try:
@@ -220,4 +228,5 @@ class FirstFailures:
         where = error.filename if isinstance(error.filename, str) else self._place
         self.newest = f"{operation} failed: {words_of(error)}: {where}"
         if self._limit.take((operation, error.errno)) is not None:
-            self._log.warning("%s: %s failed: %s; %s", self._place, operation, error, self._limit.about)
+            text = told(error, self._place)
+            self._log.warning("%s: %s failed: %s; %s", self._place, operation, text, self._limit.about)

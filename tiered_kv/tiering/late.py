@@ -1,0 +1,214 @@
+"""A tier that is not `required`, until it can be opened: every lookup is a miss, and every job fails.
+
+opening thread:   open, until that succeeds ... hand the tier over, wake the host
+manager's thread: lookup: False ... get_finished: take the tier in, reset it if there was a reset ... pass calls on
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from tiered_kv.config.secrets import scrub
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.errors import ConfigError
+from tiered_kv.log_limit import LogLimit
+from tiered_kv.threads import start_thread
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.isolation import IsolatedTier
+
+RETRY_S: Final = 5.0
+"""How long after a failed opening the next one begins."""
+_CLOSE_S: Final = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class LateTier(SecondaryTierManager):
+    """Stands for a tier that cannot be opened yet, and passes calls on once it can. The manager's thread calls it.
+
+    Blocks that the tier has from before a reset are never found: a reset of this one is repeated when it is taken in.
+
+    Args:
+        open_it: Opens the tier, and may hang. Called on a thread of this class until it returns.
+        takes_offsets: As of the tier's class.
+    """
+
+    is_nonblocking = True
+
+    def __init__(
+        self,
+        offloading_spec: Any,  # Any: as `SecondaryTierManager`
+        primary_kv_view: memoryview,
+        tier_type: str,
+        settings: TierSettings,
+        open_it: Callable[[], SecondaryTierManager],
+        *,
+        takes_offsets: bool,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type)
+        self.takes_offsets = takes_offsets
+        self.failure = "it has not answered yet"
+        """Why the tier is not open."""
+        self._refusal: ConfigError | None = None  # of the first try
+        self._settings = settings
+        self._on_finished: Callable[[], None] | None = getattr(offloading_spec, "on_finished", None)
+        self._inner: SecondaryTierManager | None = None  # the manager's thread sets it
+        self._opened: deque[SecondaryTierManager] = deque(maxlen=1)  # from the opening's thread
+        self._refused: list[JobResult] = []
+        self._announced: set[str] = set()  # requests that the tier knows
+        self._resets = 0
+        self._tried, self._closing = threading.Event(), threading.Event()
+        self._log_limit = LogLimit()
+        name = f"tiered-kv-{settings.name}-open"
+        self._thread = start_thread(self._open, name, open_it)
+
+    def wait(self, timeout_s: float) -> SecondaryTierManager | None:
+        """Wait for the first try; return the tier if it is open. The thread that made this object, before all else.
+
+        Raises:
+            ConfigError: The settings cannot be used: no other try would succeed.
+        """
+        self._tried.wait(timeout_s)
+        if self._refusal is not None:
+            self._closing.set()
+            raise self._refusal
+        with suppress(IndexError):
+            return self._opened.popleft()
+        _log.warning("tier '%s': not in use until it can be opened: %s", self._settings.name, self.failure)
+        return None
+
+    # The opening's thread.
+
+    def _open(self, open_it: Callable[[], SecondaryTierManager]) -> None:
+        while not self._closing.is_set():
+            try:
+                tier = open_it()
+            except BaseException as error:
+                self.failure = scrub(str(error), self._settings.secret_texts()) or type(error).__name__
+                if isinstance(error, ConfigError) and not self._tried.is_set():
+                    self._refusal = error
+                self._tried.set()
+                if not self._closing.is_set() and self._log_limit.take(self.failure) is not None:
+                    _log.info("tier '%s': cannot be opened: %s", self._settings.name, self.failure)
+                self._closing.wait(RETRY_S)
+                continue
+            self._opened.append(tier)
+            del tier
+            self._tried.set()
+            break
+        if self._closing.is_set():
+            self._drop()
+        elif self._on_finished is not None:
+            self._on_finished()
+
+    def _drop(self) -> None:
+        with suppress(IndexError):
+            self._opened.popleft().shutdown()
+
+    # The manager's thread.
+
+    def _take_in(self) -> None:
+        """Use the tier, if it is open now."""
+        try:
+            tier = self._opened.popleft()
+        except IndexError:
+            return
+        if not tier.is_nonblocking:
+            tier = IsolatedTier(tier, self._settings.lookup_timeout)
+        if self._resets and not tier.reset_cache():
+            self.failure = "it cannot reset, and may hold blocks from before a reset"
+            _log.warning("tier '%s': not used: %s", self._settings.name, self.failure)
+            start_thread(tier.shutdown, f"tiered-kv-{self._settings.name}-drop")
+            return
+        _log.warning("tier '%s': opened, and in use from now on", self._settings.name)
+        self._inner = tier
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return False if self._inner is None else self._inner.lookup(key, req_context)
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        return [False] * len(keys) if self._inner is None else self._inner.lookup_many(keys, req_context)
+
+    @property
+    def lookup_failures(self) -> int:
+        return 0 if self._inner is None else self._inner.lookup_failures
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        if self._inner is not None:
+            self._inner.submit_store(job_metadata)
+        else:
+            self._refuse(job_metadata)
+
+    def submit_load(self, job_metadata: JobMetadata) -> None:
+        if self._inner is not None:
+            self._inner.submit_load(job_metadata)
+        else:
+            self._refuse(job_metadata)
+
+    def _refuse(self, job: JobMetadata) -> None:
+        self._refused.append(JobResult(job.job_id, False, reason="unavailable"))
+        if self._on_finished is not None:
+            self._on_finished()
+
+    def get_finished(self) -> Iterable[JobResult]:
+        refused, self._refused = self._refused, []
+        if self._inner is None:
+            self._take_in()
+            return refused
+        return [*refused, *self._inner.get_finished()] if refused else self._inner.get_finished()
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        if self._inner is not None:
+            self._inner.touch(keys, req_context)
+
+    def take_absent(self) -> Iterable[OffloadKey]:
+        return () if self._inner is None else self._inner.take_absent()
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        if self._inner is None:
+            return RequestOffloadingContext()
+        self._announced.add(req_context.req_id)
+        return self._inner.on_new_request(req_context)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        if self._inner is not None and req_context.req_id in self._announced:
+            self._announced.discard(req_context.req_id)
+            self._inner.on_request_finished(req_context)
+
+    def on_schedule_end(self) -> None:
+        if self._inner is not None:
+            self._inner.on_schedule_end()
+
+    def reset_cache(self) -> bool:
+        self._resets += 1
+        return True if self._inner is None else self._inner.reset_cache()
+
+    @property
+    def has_saved_reset(self) -> bool:
+        return not self._resets if self._inner is None else self._inner.has_saved_reset
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return () if self._inner is None else self._inner.take_events()
+
+    def stats(self) -> Mapping[str, Any]:
+        return {} if self._inner is None else self._inner.stats()
+
+    def describe(self) -> Mapping[str, object]:
+        if self._inner is None:
+            return {"warning": f"not in use until it can be opened: {self.failure}"}
+        return self._inner.describe()
+
+    def shutdown(self) -> None:
+        """Shut the tier down, also one that opens later. An opening that hangs is left behind."""
+        self._closing.set()
+        if self._inner is not None:
+            self._inner.shutdown()
+            return
+        self._thread.join(_CLOSE_S)
+        self._drop()
