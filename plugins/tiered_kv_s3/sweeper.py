@@ -38,7 +38,10 @@ _JITTER = 0.2
 
 
 class Sweeper:
-    """Sweeps from the first store until it is stopped. Any thread may call."""
+    """Sweeps from the first store until it is stopped. Any thread may call.
+
+    A process that only loads learns from the others' sweeps which blocks to renew.
+    """
 
     def __init__(
         self, control: Control, naming: Naming, presence: Presence, counters: Counters, settings: S3Settings, name: str
@@ -57,31 +60,31 @@ class Sweeper:
         self.uses = BlockUses()
         self._turn = Turn(control, naming.sweep, self._interval_s)
         self._deleted_s = math.inf
-        """How old the youngest block was that a sweep deleted to keep the capacity; infinite if none was."""
+        """The age at which sweeps delete blocks to keep the capacity; infinite as long as none does soon."""
         self._deleted: tuple[float, frozenset[str]] = (0.0, frozenset())  # some blocks of the last sweep, and its end
         self._renewals: OrderedDict[str, None] = OrderedDict()
         self._name = name
         self._thread: threading.Thread | None = None
         self._is_started = min(self._ttl_s, self._capacity_bytes) == math.inf  # or needs no thread
+        self._has_stored = False
 
     def note_stored(self, size_bytes: int) -> None:
         """Count a block that was stored; the first one starts the sweeps."""
         with self._lock:
             self.used_bytes += size_bytes
-            if self._is_started or self._stopping.is_set():
-                return
-            with contextlib.suppress(ResourceError):  # the next store tries again
-                self._thread = start_thread(self._run, self._name)
-                self._is_started = True
+            self._has_stored = True
+        self._start()
 
     def note_load(self, name: str, age_s: float) -> None:
         """Note the use of a block of a known age."""
+        self._start()
         self.uses.note_age(name, age_s)
         if age_s > self.renewed_s:
             self.renew(name)
 
     def note_uses(self, names: Sequence[str]) -> set[str]:
         """Note uses in a tier above, and return the blocks that are gone. Others are renewed if they are old."""
+        self._start()
         gone = self.uses.take_gone(names)
         names = [name for name in names if name not in gone]
         self.uses.note_uses(names)
@@ -128,15 +131,33 @@ class Sweeper:
                 raise
             self._turn.end(Swept(self._deleted_s, self.used_bytes))
         else:
+            self._follow(swept)
+
+    def _follow(self, swept: Swept | None) -> None:
+        """Renew by the result of another process's sweep."""
+        if swept is not None:
             self._deleted_s = swept.deleted_s
             with self._lock:
                 self.used_bytes = swept.used_bytes
+
+    def _start(self) -> None:
+        if self._is_started:
+            return
+        with self._lock:
+            if self._is_started or self._stopping.is_set():
+                return
+            with contextlib.suppress(ResourceError):  # the next store or use tries again
+                self._thread = start_thread(self._run, self._name)
+                self._is_started = True
 
     def _run(self) -> None:
         pause_s = random.uniform(0, self._interval_s)
         while not self._stopping.wait(pause_s):
             try:
-                self.sweep_in_turn()
+                if self._has_stored:
+                    self.sweep_in_turn()
+                else:
+                    self._follow(self._turn.others())
             except Exception:  # any exception of a library; the thread continues
                 self._counters.add("failed_sweeps_total")
             pause_s = self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)
@@ -181,13 +202,14 @@ class Sweeper:
         A block that this process uses is as old as its last use. It is renewed, so that other sweeps spare it too.
         """
         listed_bytes = doomed_bytes = deleted_bytes = kept = 0
+        oldest_s = 0.0
         used: list[Listed] = []
         begun_s = time.monotonic()
         earlier_s, earlier = self._deleted
         since_s = time.monotonic() - earlier_s + CLOCK_S
 
         def blocks() -> Iterator[Listed]:
-            nonlocal listed_bytes, kept
+            nonlocal listed_bytes, kept, oldest_s
             for page in self._control.listed(self._naming.blocks):
                 if self._stopping.is_set():
                     return
@@ -196,9 +218,10 @@ class Sweeper:
                         listed_bytes += entry.size_bytes
                         kept += entry.name in earlier and entry.age_s > since_s  # else it was stored again
                         unused_s = self.uses.unused_s(entry.name, begun_s)
-                        if unused_s < entry.age_s <= self._ttl_s:
+                        if unused_s + CLOCK_S < entry.age_s <= self._ttl_s:  # else it was only stored
                             used.append(entry)
                             entry = entry._replace(age_s=unused_s)
+                        oldest_s = max(oldest_s, entry.age_s)
                         yield entry
 
         doomed: list[Listed] = []
@@ -208,7 +231,12 @@ class Sweeper:
             doomed.append(each)
             doomed_bytes += each.size_bytes
         youngest_s = doomed[-1].age_s if doomed else math.inf
-        self._deleted_s = youngest_s if youngest_s <= self._ttl_s and doomed else 2 * self._deleted_s
+        if doomed and youngest_s <= self._ttl_s:
+            self._deleted_s = youngest_s
+        elif listed_bytes > self._capacity_bytes / 2:  # as old will the oldest be when the capacity is reached
+            self._deleted_s = min(2 * self._deleted_s, oldest_s * self._capacity_bytes / listed_bytes)
+        else:
+            self._deleted_s *= 2
         deleted = {each.name for each in doomed}
         for each in sorted(used, reverse=True)[:RENEWALS_MAX]:
             if each.age_s > self._deleted_s / 2 and each.name not in deleted:

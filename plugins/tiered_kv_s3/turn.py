@@ -5,8 +5,8 @@ process ends, the object becomes old, and another one takes over. Now and then t
 
     tiered-kv sweep 1 PROCESS DELETED_S USED_BYTES
 
-PROCESS is random. DELETED_S is how old the youngest block was that a sweep deleted to keep the `capacity`, `inf` if
-none; the others renew by it. USED_BYTES is the size of all blocks after the sweep.
+PROCESS is random. DELETED_S is the age at which sweeps delete blocks to keep the `capacity`, `inf` if none does soon;
+the others renew by it. USED_BYTES is the size of all blocks after the sweep.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,30 +50,30 @@ class Turn:
 
         A bucket that does not let the object be read or written gets a sweep of each process.
         """
-        try:
+        swept = self.others()
+        if swept is None:
+            self.end(last)
+        return swept
+
+    def others(self) -> Swept | None:
+        """Return the result of another process's sweep; None if there was none of late."""
+        with suppress(BucketError):
             age_s, data = self._control.read(self._name, MARK_BYTES_MAX)
             found = _FORM.fullmatch(data)
             is_fresh = -_AHEAD_S <= age_s < _FRESH * self._interval_s
             if found is not None and is_fresh and found[1].decode() != self._process:
                 return Swept(float(found[2]), int(found[3]))
-        except BucketError:
-            pass
-        self.end(last)
         return None
 
     def end(self, swept: Swept) -> None:
         """Write the result of a sweep, or before it that of the last one."""
         deleted = "inf" if swept.deleted_s == math.inf else str(max(0, round(swept.deleted_s)))
-        try:
+        with suppress(BucketError):
             self._control.write(
                 self._name, f"tiered-kv sweep 1 {self._process} {deleted} {swept.used_bytes}\n".encode()
             )
-        except BucketError:
-            pass
 
     def leave(self) -> None:
         """Let another process sweep: this one has failed."""
-        try:
+        with suppress(BucketError):
             self._control.delete([{"Key": self._name}])
-        except BucketError:
-            pass

@@ -186,6 +186,61 @@ def test_a_sweep_for_the_capacity_spares_what_this_process_uses_and_renews_it() 
         wait_until(lambda: sorted(bucket.renewed) == sorted(NAMES[:3]), what="their renewal")
 
 
+def test_a_sweep_renews_no_block_that_was_only_stored() -> None:
+    bucket = SharedBucket(0)
+    sweeper, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)
+    with running(sweeper):
+        for name in NAMES[:12]:
+            bucket.written_s[name] = bucket.now_s - 1.0  # a server gives times in whole seconds
+            sweeper.uses.note_age(name, 0.0)
+            sweeper.note_stored(RECORD_BYTES)
+        sweeper.sweep()
+        assert not sweeper._renewals
+    assert not bucket.renewed
+
+
+def test_before_a_first_sweep_deletes_anything_the_other_processes_renew_what_they_use() -> None:
+    bucket = SharedBucket(12)
+    first, second = (sweeper_of(bucket, capacity_bytes=16 * RECORD_BYTES)[0] for _ in range(2))
+    with running(first), running(second):
+        first.sweep_in_turn()
+        second.sweep_in_turn()
+        second.note_load(NAMES[0], bucket.age_s(NAMES[0]) or 0.0)
+        wait_until(lambda: bucket.renewed == [NAMES[0]], what="the renewal of the oldest block")
+        for name in NAMES[12:]:
+            bucket.written_s[name] = bucket.now_s
+        first.sweep_in_turn()
+        assert sorted(bucket.written_s) == sorted([NAMES[0], *NAMES[5:]])
+
+
+def test_a_sweep_of_a_bucket_that_is_half_empty_lets_others_renew_nothing() -> None:
+    bucket = SharedBucket(8)
+    sweeper, _, _ = sweeper_of(bucket, capacity_bytes=16 * RECORD_BYTES)
+    sweeper.sweep()
+    assert sweeper.renewed_s == math.inf
+
+
+@pytest.mark.parametrize("use", ["load", "memory"])
+def test_a_process_that_only_loads_renews_by_the_sweeps_of_others_and_sweeps_never(use: str) -> None:
+    bucket = SharedBucket(20)
+    first = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0]
+    second, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES, interval_s=0.01)
+    first.sweep_in_turn()
+    listings, bucket.meanwhile = bucket.listings, lambda: None
+    mark = bucket.marks[NAMING.sweep][1]
+    with running(second):
+
+        def is_renewed() -> bool:
+            if use == "load":
+                second.note_load(NAMES[12], 88.0)
+            else:
+                second.note_uses([NAMES[12]])
+            return bucket.renewed == [NAMES[12]]
+
+        wait_until(is_renewed, what="the renewal of an old block")
+    assert (bucket.listings, bucket.marks[NAMING.sweep][1]) == (listings, mark)
+
+
 def test_if_all_blocks_are_used_the_least_recently_used_are_deleted() -> None:
     bucket = SharedBucket(6)
     sweeper, _, _ = sweeper_of(bucket, capacity_bytes=4 * RECORD_BYTES)
