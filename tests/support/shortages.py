@@ -1,4 +1,4 @@
-"""Shortages: the system refuses a thread, a descriptor or a mapping of memory, at one call or at several in a row.
+"""Shortages: the system refuses a thread, a descriptor, a mapping or a server's pages, at one call or several in a row.
 
 with Shortage(Resource.THREAD, 3) as shortage:      # the third thread does not start
     stack.put(keys, blocks)
@@ -27,11 +27,15 @@ from typing import Any, Self
 
 import pytest
 
+from tiered_kv.server import allocation
+
 
 class Resource(Enum):
     THREAD = "thread"
     DESCRIPTOR = "descriptor"
     MEMORY = "memory"
+    PAGES = "pages"
+    """Of a server's rows: a limit of its cgroup, or of the reserved huge pages, is reached."""
 
 
 _CALLS: dict[Resource, list[tuple[Any, str]]] = {  # Any: modules and classes
@@ -46,6 +50,7 @@ _CALLS: dict[Resource, list[tuple[Any, str]]] = {  # Any: modules and classes
         (io, "open"),
     ],
     Resource.MEMORY: [(mmap, "mmap")],
+    Resource.PAGES: [(allocation, "populate")],
 }
 """What asks the system for each."""
 
@@ -57,7 +62,7 @@ def _error(kind: Resource) -> Exception:
     """Return what Python raises."""
     if kind is Resource.THREAD:
         return RuntimeError("can't start new thread")
-    code = errno.EMFILE if kind is Resource.DESCRIPTOR else errno.ENOMEM
+    code = {Resource.DESCRIPTOR: errno.EMFILE, Resource.MEMORY: errno.ENOMEM, Resource.PAGES: errno.EFAULT}[kind]
     return OSError(code, os.strerror(code))
 
 

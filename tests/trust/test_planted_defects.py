@@ -6,7 +6,9 @@ The simulation's are in `tests/support_tests/test_simulation.py`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -22,10 +24,15 @@ from tests.support.mounts import PowerLoss
 from tests.support.race_cases import BLOCK_BYTES, race_damage, race_late_workers, race_loads_with_stores, stack_of
 from tests.support.races import Prompts, open_guarded, problems_at_rest
 from tests.support.racing_scheduler import RacingScheduler
+from tests.support.shortages import Resource, Shortage
 from tests.support.stacks import manager_of
 from tests.support.syscalls import Fault
 from tests.trust import defective_crash_server
+from tests.trust.test_resources import ServerSubject
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.server import allocation
+from tiered_kv.server.host import HostBackend
 from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.guarded import SubmittedJob
 from tiered_kv.tiering.transfers import Cascade
@@ -217,3 +224,17 @@ def test_a_flush_of_a_segment_that_is_left_out_is_found_by_the_order_of_its_writ
                 disk.datasync(file.fileno())
             disk.pwritev(file.fileno(), [page], offset)
         assert [text in problem for problem in disk.problems] == ([] if flushes else [True])
+
+
+def test_rows_without_memory_that_are_handed_out_are_found_by_refused_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CHUNK_BYTES", "FIRST_BYTES"):
+        monkeypatch.setattr(allocation, name, ServerSubject.CHUNK_ROWS * 4096)
+    monkeypatch.setattr(HostBackend, "get_num_free_blocks", CPUBackend.get_num_free_blocks)
+    subject = ServerSubject(tmp_path)
+    with closing(subject):
+        with Shortage(Resource.PAGES, 2, math.inf):
+            subject.open()
+        with pytest.raises(AssertionError, match="a row without memory"):
+            subject.works()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ import pytest
 
 from tests.support.figures import Figures, Profile
 from tests.support.footprint import Footprint, left_behind
+from tests.support.host_server import serving
+from tests.support.host_server import stack_of as host_stack_of
 from tests.support.places import PlaceOf
 from tests.support.shortages import DescriptorsLeft, Resource, Shortage
 from tests.support.stacks import manager_of, plugged, stack_of
@@ -36,7 +39,10 @@ from tiered_kv.errors import TieredKVError
 from tiered_kv.hooks import TierType
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.instruments import count_of
+from tiered_kv.server import allocation
+from tiered_kv.server.connect import connect
 from tiered_kv.stack import Stack, open_stack
+from tiered_kv.testing.control import wait_until
 from tiered_kv.worker import SharedStack
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_memory.tier import MemoryTier
@@ -262,6 +268,60 @@ class WorkerSubject:
         return [(result.job_id, result.success) for result in handler.get_finished()] == [(job_id, True)]
 
 
+class ServerSubject:
+    """A server of a host's cache on a thread, and a program that is attached to it."""
+
+    ROWS, CHUNK_ROWS = 64, 8
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._opened = ExitStack()
+        self._numbers = itertools.count(1)
+        self._stored: list[bytes] = []
+
+    def open(self) -> None:
+        memory = {"type": "memory", "capacity": "64MiB", **QUICK}
+        with ExitStack() as opened:
+            served = opened.enter_context(serving(self._folder, host_stack_of(self.ROWS, secondary=[memory])))
+            wait_until(lambda: not served.host.region.is_allocating)
+            self._host = served.host
+            self._cache = opened.enter_context(connect(served.address))
+            self._opened = opened.pop_all()
+
+    def store(self) -> None:
+        self._stored = [next(self._numbers).to_bytes(16, "big") for _ in range(COUNT)]
+        self._count = self._cache.put(self._stored, blocks_of(self._stored), timeout=STEP_S)  # type: ignore[arg-type]
+
+    def load(self) -> None:
+        out = np.zeros((COUNT, BLOCK_BYTES), np.uint8)
+        self._count = self._cache.get(self._stored, out, timeout=STEP_S)
+        assert (out[: self._count] == blocks_of(self._stored)[: self._count]).all(), "wrong bytes"  # type: ignore[arg-type]
+
+    lookup = audit = load
+
+    def reset(self) -> None:
+        self._cache.reset_cache()
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def works(self) -> bool:
+        """Return whether blocks go through it, in rows that are allocated: a touch of another could be a signal."""
+        for _ in range(self.ROWS // COUNT):
+            self.store()
+            has_stored = self._count == COUNT
+            self.load()
+            if not has_stored or self._count < COUNT:
+                return False
+        region, backend = self._host.region, self._host.manager.primary.backend
+        assert len(backend.made) <= region.ready_rows, "a row without memory was handed out"
+        assert os.fstat(region.fd).st_blocks * 512 >= region.ready_rows * BLOCK_BYTES
+        return True
+
+    def held(self) -> str:
+        return ""
+
+
 def blocks_of(keys: list[OffloadKey]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
     numbers = np.array([sum(key) % 251 + 1 for key in keys], np.uint8)
     return np.repeat(numbers[:, None], BLOCK_BYTES, axis=1)
@@ -285,6 +345,12 @@ SHORTAGES: dict[str, Callable[[int], AbstractContextManager[object]]] = {
     "descriptors left": lambda number: DescriptorsLeft(number - 1),
 }
 """By its name, what begins with the n-th call of a kind."""
+OF_SERVERS = [name for name in SHORTAGES if Resource.PAGES.value in name]
+"""Only servers allocate pages before they use them."""
+CASES = [
+    *((kind, name) for kind in KINDS for name in SHORTAGES if name not in OF_SERVERS),
+    *(("server", name) for name in OF_SERVERS),
+]
 LEFT_MAX = 10
 """Of `descriptors left`: more than one call opens."""
 
@@ -296,11 +362,17 @@ class BlockingMemoryTier(MemoryTier):
 
 
 @pytest.fixture
-def subject_of(place_of: PlaceOf, closing: ExitStack) -> Callable[[str, str], Subject]:
+def subject_of(
+    place_of: PlaceOf, closing: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, str], Subject]:
     """Return a new subject over new storage, for one step."""
+    for name in ("CHUNK_BYTES", "FIRST_BYTES"):
+        monkeypatch.setattr(allocation, name, ServerSubject.CHUNK_ROWS * BLOCK_BYTES)
 
     def make(kind: str, step: str) -> Subject:
         top: dict[str, Any] = {"audit": 1.0} if step == "audit" else {}
+        if kind == "server":
+            return ServerSubject(tmp_path)
         if kind == "worker":
             pytest.importorskip("torch", reason="torch is not installed")
             return WorkerSubject()
@@ -316,9 +388,8 @@ def subject_of(place_of: PlaceOf, closing: ExitStack) -> Callable[[str, str], Su
     return make
 
 
-@pytest.mark.parametrize("shortage", SHORTAGES)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shortage"), CASES)
 def test_whatever_is_refused_nothing_stays_behind_and_the_next_call_works(
     kind: str,
     step: str,
