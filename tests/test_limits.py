@@ -225,6 +225,15 @@ def test_a_node_s_free_memory_limits_what_is_bound_to_it(tmp_path: Path) -> None
     assert min(each.amount for each in limits.free_memory()) == 2 * GIB
 
 
+def test_rows_are_not_allocated_above_memory_high_but_a_stack_may_open_there(tmp_path: Path) -> None:
+    files = {"a/memory.max": f"{GIB}", "a/memory.high": f"{300 * MIB}", "a/memory.current": f"{100 * MIB}"}
+    limits = limits_of(tmp_path, V2.format(root="/"), "0::/a\n", files)
+    assert min(each.amount for each in limits.free_memory()) == 924 * MIB
+    least = min(limits.free_memory(is_slow=False), key=lambda each: each.amount)
+    assert least.amount == 200 * MIB
+    assert "memory.high" in least.where
+
+
 def test_memory_high_slows_down_and_is_a_warning(tmp_path: Path) -> None:
     limits = limits_of(tmp_path, V2.format(root="/"), "0::/a\n", {"a/memory.max": f"{GIB}", "a/memory.high": f"{MIB}"})
     (need,) = compare(of_memory(100 * MIB), limits)

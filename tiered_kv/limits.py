@@ -31,6 +31,7 @@ _COUNTS: Final = ("descriptors", "threads")
 _CGROUP: Final = re.compile(r"^\d+:([^:]*):(.*)$", re.M)
 _MOUNT: Final = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*- (cgroup2?) \S+ (\S+)$", re.M)
 _MEMORY: Final = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+_SLOW_MEMORY: Final = {"memory.high": "memory.current"}
 _OF_POOL: Final = ("nr", "free", "resv")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
@@ -94,12 +95,13 @@ class Limits:
 
     def slow_memory(self) -> list[Limit]:
         """Return the limits above which processes are slowed down."""
-        return [limit for _, limit, _ in self._of_cgroups("memory", {"memory.high": "memory.current"})]
+        return [limit for _, limit, _ in self._of_cgroups("memory", _SLOW_MEMORY)]
 
-    def free_memory(self, numa_node: int | None = None) -> list[Limit]:
+    def free_memory(self, numa_node: int | None = None, *, is_slow: bool = True) -> list[Limit]:
         """Return how much more memory can be had now: of the machine, or a node, and below the limits of the cgroups.
 
-        What the kernel keeps of files counts as free, since it gives that up.
+        What the kernel keeps of files counts as free, since it gives that up. Unless it may be slow, memory above
+        `memory.high` counts as not free.
         """
         found = []
         if match := re.search(r"MemAvailable: *(\d+) kB", self._read("/proc/meminfo")):
@@ -108,7 +110,8 @@ class Limits:
             node = self._read(f"/sys/devices/system/node/node{numa_node}/meminfo")
             if parts := re.findall(r"(?:MemFree|Active\(file\)|Inactive\(file\)): *(\d+) kB", node):
                 found.append(Limit(sum(map(int, parts)) << 10, f"MemFree and files of NUMA node {numa_node}"))
-        for folder, limit, used in self._of_cgroups("memory", _MEMORY):
+        names = _MEMORY if is_slow else {**_MEMORY, **_SLOW_MEMORY}
+        for folder, limit, used in self._of_cgroups("memory", names):
             kept = re.findall(r"^(?:total_)?(?:in)?active_file (\d+)$", self._read(f"{folder}/memory.stat"), re.M)
             # Version 1 gives both the cgroup's own and, behind them, the totals.
             free = limit.amount - used + sum(int(each) for each in kept[-2:])

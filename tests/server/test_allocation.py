@@ -145,7 +145,7 @@ def test_rows_leave_memory_free_for_everything_else(
     spare, left = ROWS * BLOCK_BYTES // memory.SPARE_SHARE, iter(range(4, -1, -1))
     free = iter([ROWS * BLOCK_BYTES])
     monkeypatch.setattr(
-        Limits, "free_memory", lambda *_: [Limit(next(free, 0) or spare + next(left) * CHUNK_BYTES, "memory.max")]
+        Limits, "free_memory", lambda *_, **__: [Limit(next(free, 0) or spare + next(left) * CHUNK_BYTES, "memory.max")]
     )
     with serving(tmp_path, stack_of(ROWS)) as served:
         assert wait_for_rows(served) == 5 * CHUNK_ROWS

@@ -94,7 +94,7 @@ def test_more_memory_than_is_free_is_refused() -> None:
 
 def test_a_server_waits_for_memory_that_engines_still_map(monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([1, 1, 1 << 20])
-    monkeypatch.setattr(Limits, "free_memory", lambda *_: [Limit(next(free), "a fake")])
+    monkeypatch.setattr(Limits, "free_memory", lambda *_, **__: [Limit(next(free), "a fake")])
     HostRegion(1, 1 << 20, wait_s=60.0).close()
     assert next(free, None) is None
 

@@ -175,7 +175,7 @@ class HostRegion(SealedRegion):
     def _room(self, wanted: int) -> tuple[int, str]:
         """Return how many bytes the rows may take now; where that is less than `wanted`, also why."""
         spare_bytes = min(SPARE_BYTES, self._size_bytes // SPARE_SHARE)
-        least = _least_free(wanted + spare_bytes, self._numa_node)
+        least = _least_free(wanted + spare_bytes, self._numa_node, is_slow=False)  # the server, too, would be slow
         why = (
             f"{rounded_bytes(least.amount)} are free ({least.where}), of which {rounded_bytes(spare_bytes)} are spared"
         )
@@ -312,8 +312,10 @@ def _rounded_to_pages(fd: int, size_bytes: int) -> int:
     return -(-size_bytes // page_bytes) * page_bytes
 
 
-def _least_free(wanted: int, numa_node: int | None) -> Limit:
-    return min(Limits().free_memory(numa_node), key=lambda each: each.amount, default=Limit(wanted, ""))
+def _least_free(wanted: int, numa_node: int | None, *, is_slow: bool = True) -> Limit:
+    return min(
+        Limits().free_memory(numa_node, is_slow=is_slow), key=lambda each: each.amount, default=Limit(wanted, "")
+    )
 
 
 def _wait_for_free(wanted: int, wait_s: float, numa_node: int | None) -> None:
