@@ -21,8 +21,9 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.tiering.base import TierSpec
-from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, Zstd, binding_of
+from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, binding_of
 from tiered_kv.toolkit.encryption import Cipher
+from tiered_kv.toolkit.zstd import Zstd
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 

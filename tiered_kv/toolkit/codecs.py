@@ -9,7 +9,7 @@ import functools
 import mmap
 import threading
 from contextlib import suppress
-from typing import Annotated, Any, Final, Literal, NamedTuple, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -20,67 +20,11 @@ from tiered_kv.config.units import Count, FilePath
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.encryption import ENVELOPE_BYTES, KEY_ID_MAX, Cipher
+from tiered_kv.toolkit.zstd import Zstd
 
-_LEVEL: Final = 1
-"""Higher levels gain nothing on KV blocks, whose mantissas are noise, and take up to three times as long."""
-_WINDOW_BYTES_MIN: Final = 1 << 20
-_FRAME_LENGTH_BYTES: Final = 4
 _PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 HUGE_PAGE_BYTES: Final = 2 << 20
 """In huge pages, a large request reaches a disk at once; otherwise in pieces of about 1 MiB."""
-
-
-class Zstd:
-    """Compresses the bytes at even offsets and those at odd offsets separately. Any thread may call.
-
-    In 16-bit floats one byte holds the exponent, which compresses, and the other byte mantissa, which does not.
-    Separate Huffman tables save about a tenth of the block.
-    Raises `MissingExtraError`: the zstandard library is not installed.
-    """
-
-    def __init__(self) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise MissingExtraError("codec 'zstd'", "zstd") from error
-        self._zstandard = zstandard
-
-    def compress(self, block: memoryview) -> bytes:
-        """Return the payload, which may be longer than the block."""
-        values = np.frombuffer(block, dtype=np.uint8)
-        compressor = self._zstandard.ZstdCompressor(level=_LEVEL)
-        evens: bytes = compressor.compress(np.ascontiguousarray(values[0::2]).data)
-        odds: bytes = compressor.compress(np.ascontiguousarray(values[1::2]).data)
-        return b"".join((len(evens).to_bytes(_FRAME_LENGTH_BYTES, "little"), evens, odds))
-
-    def decompress(self, payload: memoryview, block: memoryview) -> RecordStatus:
-        """As `CodecSet.decode`."""
-        first = _FRAME_LENGTH_BYTES + int.from_bytes(payload[:_FRAME_LENGTH_BYTES], "little")
-        pairs = len(block) // 2
-        evens = self._plane(payload[_FRAME_LENGTH_BYTES:first], len(block) - pairs)
-        odds = self._plane(payload[first:], pairs)
-        if evens is None or odds is None:
-            return RecordStatus.BAD_PAYLOAD
-        # One pass over 16-bit words is three times as fast as two strided passes over bytes.
-        words = np.frombuffer(block, dtype="<u2", count=pairs)
-        words[:] = odds
-        words <<= 8
-        words |= evens[:pairs]
-        if len(evens) > pairs:
-            block[-1] = int(evens[-1])
-        return RecordStatus.OK
-
-    def _plane(self, frame: memoryview, size: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
-        try:
-            # The library allocates the content size that a frame states, so that is checked first.
-            if self._zstandard.frame_content_size(frame) != size:
-                return None
-            decompressor = self._zstandard.ZstdDecompressor(max_window_size=max(_WINDOW_BYTES_MIN, size))
-            plane = np.frombuffer(decompressor.decompress(frame, allow_extra_data=False), dtype=np.uint8)
-        except self._zstandard.ZstdError:
-            return None
-        return plane if len(plane) == size else None
-
 
 RAW_ID: Final = 0
 ZSTD_ID: Final = 1
