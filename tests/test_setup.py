@@ -139,4 +139,5 @@ def test_the_tests_admit_the_oldest_libraries_that_the_extras_admit() -> None:
 
 
 def test_continuous_integration_tries_the_oldest_libraries() -> None:
-    assert "pip install --quiet --python \"$own/bin/python\" --resolution lowest-direct '.[test]'" in CI
+    assert 'quick_in "$work/oldest" "$oldest" lowest-direct ' in CI
+    assert "--resolution \"$resolution\" '.[test]'" in CI

@@ -178,14 +178,15 @@ def passed_checks(engine: str, program: str, directory: Path, *arguments: str) -
     return list(errors)
 
 
-def connector(spec_name: str = "TieredKVOffloadingSpec", **extra: object) -> Message:
-    """Return vLLM's configuration of our connector."""
+def connector(spec_name: str | None = None, **extra: object) -> Message:
+    """Return vLLM's configuration of our connector, whose spec it knows by itself if a stack is all that is said."""
     module = "tiered_kv.integrations.vllm"
+    spec = {} if spec_name is None else {"spec_name": spec_name, "spec_module_path": module}
     return {
         "kv_connector": "TieredKVConnector",
         "kv_connector_module_path": module,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"spec_name": spec_name, "spec_module_path": module, **extra},
+        "kv_connector_extra_config": {**spec, **extra},
     }
 
 

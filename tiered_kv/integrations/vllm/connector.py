@@ -24,17 +24,20 @@ from tiered_kv.integrations.vllm.groups import check_kinds
 from tiered_kv.integrations.vllm.manager import TieredKVManager
 from tiered_kv.integrations.vllm.metrics import forget_metrics
 
+_SPEC = {"spec_name": "TieredKVOffloadingSpec", "spec_module_path": "tiered_kv.integrations.vllm"}
+
 _log = logging.getLogger(__name__)
 
 
 class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not there when types are checked
     """Chosen by `"kv_connector": "TieredKVConnector", "kv_connector_module_path": "tiered_kv.integrations.vllm"`.
 
-    It has the settings of vLLM's `OffloadingConnector`. Its specs and tiers can read the engine's configuration while
-    they are made.
+    It has the settings of vLLM's `OffloadingConnector`, and of `TieredKVOffloadingSpec`, which it takes if the settings
+    name no spec, but `stack` or `attach`. Its specs and tiers can read the engine's configuration while they are made.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        _imply_spec(vllm_config)
         with configured(vllm_config, kv_cache_config):
             check_kinds()
             super().__init__(vllm_config, role, kv_cache_config)
@@ -132,4 +135,12 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
     def build_prom_metrics(cls, *arguments: Any, **named: Any) -> Any:
         """Declare the metrics of vLLM's connector and ours. For another engine, vLLM unregisters only its own first."""
         forget_metrics()
+        _imply_spec(arguments[0] if arguments else named["vllm_config"])
         return super().build_prom_metrics(*arguments, **named)
+
+
+def _imply_spec(vllm_config: Any) -> None:
+    """Name our spec, where vLLM's factory looks for it in each process, to an engine that has a stack of ours."""
+    settings = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if "spec_name" not in settings and not settings.keys().isdisjoint(("stack", "attach")):
+        settings.update(_SPEC)

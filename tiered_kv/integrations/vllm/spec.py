@@ -75,7 +75,7 @@ _VLLM_OPTIONS: Mapping[str, str] = {
 
 
 class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """Chosen by `"spec_name": "TieredKVOffloadingSpec", "spec_module_path": "tiered_kv.integrations.vllm"`.
+    """What `TieredKVConnector` takes for `"stack"` or `"attach"`; also by `"spec_name": "TieredKVOffloadingSpec"`.
 
     vLLM makes one in its scheduler's process and one in each worker's. All map one region, named by the engine's id.
 
