@@ -24,6 +24,8 @@ POOLS: Final = "/sys/kernel/mm/hugepages"
 _MFD_HUGE_SHIFT: Final = 26  # memfd_create(2)
 _WASTE_SHARE: Final = 8
 """A pool is preferred if the last page that rows need leaves at most one byte in so many of them unused."""
+_WASTE_BYTES: Final = 16 << 20
+"""Nobody minds so little."""
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FOLDER: Final = re.compile(r"hugepages-(\d+)kB")
 
@@ -67,6 +69,11 @@ class HugePages:
 
     def has_room_for(self, size_bytes: int) -> bool:
         return self.pages_of(size_bytes) <= self.free_bytes // self.page_bytes
+
+    def fits(self, size_bytes: int) -> bool:
+        """Return whether whole pages are not much more than `size_bytes`."""
+        unused = self.pages_of(size_bytes) * self.page_bytes - size_bytes
+        return unused <= max(size_bytes // _WASTE_SHARE, _WASTE_BYTES)
 
     def may_get_room_for(self, size_bytes: int) -> bool:
         """Return whether there would be room if nobody used any of them."""

@@ -100,7 +100,7 @@ def test_a_server_waits_for_memory_that_engines_still_map(monkeypatch: pytest.Mo
 
 
 def test_a_server_waits_for_huge_pages_that_engines_still_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = iter([0, 0, 2 << 20])
+    free = iter([0, 0, 0, 2 << 20])
     monkeypatch.setattr(Limits, "huge_pages", lambda *_: HugePages(2 << 20, 2 << 20, next(free), "a fake"))
     HostRegion(1, 1 << 20, reserved=None, wait_s=60.0).close()
     assert next(free, None) is None
@@ -173,6 +173,19 @@ def test_rows_are_in_the_reserved_pages_of_the_size_that_has_enough(
         assert region.array.ctypes.data % (1 << flags) == 0
         assert region.ready_rows == 16, "they are allocated, also without prefault"
     assert [each & os.MFD_HUGETLB and each >> 26 for each in asked] == [flags]
+
+
+def test_large_reserved_pages_are_not_taken_for_few_rows_unless_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A page of 512 MiB would be 32 times the capacity."""
+    write_machine(tmp_path, "arm64, pages of 64 KiB", {512 << 20: 4})
+    monkeypatch.setattr(memory, "Limits", lambda: Limits(str(tmp_path)))
+    caplog.set_level("INFO")
+    with closing(HostRegion(16, 1 << 20, reserved=None)) as region:
+        assert not region.is_reserved
+        assert os.fstat(region.fd).st_size == 16 << 20
+    assert "set reserved_huge_pages: true" in caplog.text
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -82,7 +82,8 @@ class HostRegion(SealedRegion):
         huge_pages: Ask for transparent huge pages. The kernel gives them only where a setting `shmem_enabled`, in
             /sys/kernel/mm/transparent_hugepage or a folder of it, is not `never`, as it is by default.
         reserved: Take the huge pages that are reserved for such use (vm.nr_hugepages) instead, of any size. With None,
-            only if `huge_pages` are asked for, enough are free, and on any node.
+            only if `huge_pages` are asked for, enough are free, whole pages are not much more than the rows need, and
+            on any node.
         numa_node: Bind the memory to this node, for all processes that map it.
         wait_s: How long to wait until enough memory is free: engines may still have mapped that of a killed server.
         prefault: Allocate all rows in the background, and hand out only those that are allocated. Without it, a page
@@ -112,7 +113,7 @@ class HostRegion(SealedRegion):
         self.is_reserved = False
         try:
             mapped = self._map_reserved(wanted, wait_s) if reserved else None
-            if reserved is None and huge_pages and numa_node is None:
+            if reserved is None and huge_pages and numa_node is None and Limits().huge_pages(wanted).fits(wanted):
                 with suppress(ConfigError):
                     mapped = self._map_reserved(wanted, wait_s)
             self.is_reserved = mapped is not None
@@ -124,7 +125,7 @@ class HostRegion(SealedRegion):
             self._place(bool(sizes), numa_node)
             self.has_huge_pages |= self.is_reserved
             if huge_pages and not self.has_huge_pages:
-                how = self._lacking or Limits().huge_pages(wanted).advice(wanted) or "set reserved_huge_pages to true"
+                how = self._lacking or Limits().huge_pages(wanted).advice(wanted) or "set reserved_huge_pages: true"
                 _log.info("the rows have no huge pages, with which disks are faster; %s", how)
             with needing_resources("the rows' memory cannot be sealed"):
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)

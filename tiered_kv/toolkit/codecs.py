@@ -24,7 +24,8 @@ from tiered_kv.toolkit.zstd import Zstd
 
 _PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 HUGE_PAGE_BYTES: Final = 2 << 20
-"""In huge pages, a large request reaches a disk at once; otherwise in pieces of about 1 MiB."""
+"""In huge pages, a large request reaches a disk at once; otherwise in pieces of about 1 MiB. Of the sizes that machines
+have, this is the one that such a buffer fills; where the kernel gives only larger ones, it has small pages."""
 
 RAW_ID: Final = 0
 ZSTD_ID: Final = 1
