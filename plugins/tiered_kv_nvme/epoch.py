@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import threading
 from contextlib import suppress
 
 from tiered_kv.file_systems import is_full
@@ -37,6 +38,7 @@ class DirectoryEpoch:
         self._private = private
         self._fd = -1  # there is no file
         self._epoch = Epoch(self, is_shared=False)
+        self._lock = threading.Lock()  # held while the file is made; `sync` and `remake` run on two threads
         self._flushed: int | None = None  # the last epoch that is known to be on the device
         self.value: int
         """The epoch of blocks that are stored now."""
@@ -58,6 +60,11 @@ class DirectoryEpoch:
             raise
 
     @property
+    def is_new(self) -> bool:
+        """Whether the directory had no mark: a segment of before holds no blocks."""
+        return self._epoch.has_drawn or self._fd < 0
+
+    @property
     def is_saved(self) -> bool:
         """Whether the file has the epoch."""
         return self._epoch.is_saved
@@ -72,8 +79,9 @@ class DirectoryEpoch:
 
         Raises `OSError`: the write or the flush failed; the next call tries again.
         """
-        if self._fd < 0:
-            self._fd = self._open()
+        with self._lock:
+            if self._fd < 0:
+                self._fd = self._open()
         self._flush(self._save())
 
     def remake(self) -> None:
@@ -83,12 +91,14 @@ class DirectoryEpoch:
         """
         if self._fd < 0 or not self._epoch.is_saved:
             self.sync()
-        if not has_name(EPOCH_NAME, self._fd, dir_fd=self._directory_fd):
+        with self._lock:
+            if has_name(EPOCH_NAME, self._fd, dir_fd=self._directory_fd):
+                return
             fd = self._open()
             os.dup2(fd, self._fd, inheritable=False)
             os.close(fd)
             self._epoch.save_again()
-            self.sync()
+        self.sync()
 
     def close(self) -> None:
         """Flush and close the file; if that fails, remove it: the next opening then begins a new epoch.
@@ -130,8 +140,8 @@ class DirectoryEpoch:
 
     # `EpochStore`.
 
-    def read(self, deadline: float) -> bytes:
-        return os.pread(self._fd, MARK_BYTES_MAX, 0).rstrip(b"\0")
+    def read(self, deadline: float) -> bytes | None:
+        return os.pread(self._fd, MARK_BYTES_MAX, 0).rstrip(b"\0") or None
 
     def write(self, data: bytes, deadline: float) -> None:
         if os.pwrite(self._fd, data.ljust(MARK_BYTES_MAX, b"\0"), 0) != MARK_BYTES_MAX:

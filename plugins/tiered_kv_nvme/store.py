@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -22,7 +23,7 @@ from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv_nvme.direct import DirectIO, probe_direct
 from tiered_kv_nvme.directory import LOCK_NAME, SegmentDirectory
 from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
-from tiered_kv_nvme.epoch import DirectoryEpoch
+from tiered_kv_nvme.epoch import EPOCH_NAME, DirectoryEpoch
 from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.pool import SegmentPool, clear_in_chunks, ordinal_of, slot_of
 from tiered_kv_nvme.probe import DiskProbe
@@ -37,6 +38,8 @@ from tiered_kv_nvme.writer import BatchWriter
 CLOSE_TIMEOUT_S = 5.0  # how long closing waits by default for the reclaimer and for writes of resets
 _RETRY_S = 0.1  # after this time a failed write of an epoch is repeated
 
+
+_log = logging.getLogger("tiered_kv.nvme")
 
 _open_stores: weakref.WeakSet[SegmentStore] = weakref.WeakSet()
 
@@ -109,6 +112,9 @@ class SegmentStore:
         recover(self._files, self.pool, threads=options.threads)
         for segment in self.pool.segments.values():
             undo.callback(os.close, segment.fd)
+        if self._epoch.is_new and (lost := sum(each.epoch > 0 for each in self.pool.segments.values())):
+            about = "tier '%s': the file '%s' was missing or damaged: the blocks of %d segments are lost"
+            _log.warning(about, tier, EPOCH_NAME, lost)
 
         codecs = options.codecs
         memory = DirectMemory(is_direct=self._direct.is_used, is_in_pages=options.is_in_pages)

@@ -62,6 +62,26 @@ def test_a_store_that_was_offered_before_a_reset_stores_nothing(bench: StoreBenc
     assert bench.open().contains(written + late) == [False] * 5 + [True] * 5
 
 
+@pytest.mark.parametrize("loss", ["deleted", "damaged"])
+def test_a_directory_that_has_lost_its_epoch_says_so(
+    bench: StoreBench, caplog: pytest.LogCaptureFixture, loss: str
+) -> None:
+    store = bench.open()
+    keys = make_keys(5)
+    bench.put(store, keys)
+    store.close()
+    bench.open().close()
+    assert "epoch" not in caplog.text
+    path = bench.path / "epoch"
+    if loss == "deleted":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes().replace(b"epoch 1", b"epoch \xff"))
+    store = bench.open()
+    assert bench.get(store, keys) == set()
+    assert caplog.text.count("the file 'epoch' was missing or damaged") == 1
+
+
 def test_a_load_that_a_reset_overtakes_fails(bench: StoreBench, gate: Gate) -> None:
     store = bench.open()
     bench.disk.on_read = hold(gate, "held")

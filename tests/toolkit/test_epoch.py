@@ -163,6 +163,19 @@ def test_a_process_whose_epoch_is_over_does_not_bring_it_back(storage: Storage, 
     assert Epoch(storage).saved_value(NEVER) != old
 
 
+def test_a_damaged_mark_that_an_opening_finds_is_counted_and_logged(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Epoch(storage, tier="far")
+    first.saved_value(NEVER)
+    assert (first.repairs, caplog.text) == (0, "")
+    storage.data = b"damaged"
+    second = Epoch(storage, tier="far")
+    second.saved_value(NEVER)
+    assert second.repairs == 1
+    assert "tier 'far': the epoch's mark is damaged" in caplog.text
+
+
 def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage) -> None:
     now_s = 0.0
     epoch = Epoch(storage, clock=lambda: now_s)
@@ -313,7 +326,8 @@ def test_after_a_reset_and_a_loss_processes_share_the_epoch_of_the_reset_and_old
         check(epoch)
     assert running.saved_value(NEVER) == later.saved_value(NEVER) == stored_value(storage) == value
     assert older.saved_value(NEVER) != value, "it may store what the reset was to remove"
-    assert running.repairs == later.repairs == 1
+    assert running.repairs == 1
+    assert later.repairs == (1 if lost is None else 2)  # it drew a new one, too
 
 
 def test_a_process_does_not_join_the_epoch_of_a_reset_after_the_mark_was_lost(storage: Storage) -> None:

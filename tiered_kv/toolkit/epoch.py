@@ -136,6 +136,8 @@ class Epoch:
         self._opened_s = 0.0  # by the time of day
         self._checked_at_s = clock()
         self._must_recheck = False
+        self.has_drawn = False
+        """Whether this process has found no mark that it may join, and drawn one."""
         self.repairs = 0
         """How often the storage had lost the mark, or had an older one: this process wrote it, or joined another."""
 
@@ -303,6 +305,10 @@ class Epoch:
         if found is not None and not _is_retired(found.value):
             return found
         drawn = EpochMark(found.number + 1 if found is not None else 0)
+        self.has_drawn = True
+        if data is not None and found is None and self._is_shared:  # else the tier knows more
+            self.repairs += 1
+            self._warn("the epoch's mark is damaged; a new epoch begins, and the blocks from before are misses")
         if data is not None:
             self._store.write(drawn.encode(), deadline)
             return drawn
