@@ -24,7 +24,7 @@ from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv.toolkit.small_files import told
 from tiered_kv_fs.directory import Directory, reason_of
 from tiered_kv_fs.full_disk import without_room
-from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, VALID_S, DirectoryLedger, Holder, LedgerState
+from tiered_kv_fs.ledger import SURVEY_INTERVAL_S, VALID_S, DirectoryLedger, Holder, LedgerState
 from tiered_kv_fs.locks import LostLockError
 from tiered_kv_fs.sweeper import DirectorySweeper, Sweep
 
@@ -40,6 +40,7 @@ _MEASURE_S: Final = 10.0
 GRANTS_MIN: Final = 16  # the least number of grants in a capacity, or on a disk that is smaller
 _EPOCH_TIMEOUT_S: Final = 5.0
 _EXCHANGES_MAX: Final = 5
+_SURVEY_PAUSES: Final = 10  # as many times as long as a survey takes, none is asked for because of a lost lock
 _LOST_PAUSE_S: Final = 0.1  # at most, between two of them
 _LOST_LOCK: Final = (
     "another process held a lock of the directory too, or this one lost it, so the directory may exceed its capacity "
@@ -286,7 +287,8 @@ class Keeper:
                 self._note_lost_lock()
             self._is_survey_owed |= not is_known and self._is_registered
             if self._is_survey_owed and time.monotonic() >= self._survey_after_s:  # not with each loss
-                self._is_survey_owed, self._survey_after_s = False, time.monotonic() + LAPSE_S
+                pause_s = max(_TICK_S, _SURVEY_PAUSES * self._sweeper.survey_s)
+                self._is_survey_owed, self._survey_after_s = False, time.monotonic() + pause_s
                 state.surveyed_s = 0.0
             # The total may miss bytes in use, if the ledger has removed this holder.
             owed_bytes = self._allocation.opening_bytes + in_flight_bytes - min(0, returned_bytes)

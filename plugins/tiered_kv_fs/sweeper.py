@@ -73,6 +73,8 @@ class DirectorySweeper:
         self._candidates: deque[tuple[int, str, int]] = deque()  # as in `_Count.oldest`, the oldest first
         self._candidates_until_s = 0.0
         self._spared: list[tuple[int, str, int]] = []  # candidates that were used since they were listed
+        self.survey_s = 0.0
+        """How long the last survey took. Any thread may read it."""
         self._is_stopped = threading.Event()
         self._giving_way = threading.Lock()
 
@@ -150,7 +152,7 @@ class DirectorySweeper:
         or may be written, at the end. If the ledger was lost meanwhile, it does not know this survey,
         and the next one finds the total. Where locks do not exclude others, two surveys may run.
         """
-        word = secrets.token_hex(8)
+        begin_s, word = time.monotonic(), secrets.token_hex(8)
         unit_bytes = self.directory.allocation.unit_bytes
         with self.ledger.locked() as state:
             state.survey = word
@@ -174,6 +176,7 @@ class DirectorySweeper:
         self._candidates = deque(sorted(found.oldest, reverse=True))
         self._candidates_until_s = time.monotonic() + SURVEY_INTERVAL_S
         self._spared.clear()
+        self.survey_s = time.monotonic() - begin_s
         self.counters.add("surveys_total")
         self._remove_empty(epoch for epoch in found.epochs if epoch not in used)
         return True
