@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import random
 import secrets
 import time
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ from tiered_kv_fs.full_disk import with_room
 
 _LOST: Final = frozenset({errno.EIO, errno.ESTALE, errno.EBADF})
 """What calls on a lock's descriptor fail with once its lock, or its open file, is lost on the server."""
-_LOST_TRIES: Final = 3  # how often the file is opened anew after that
+_LOST_TRIES: Final = 10  # how often the file is opened anew after that
+_LOST_PAUSE_S: Final = 0.2  # at most, before each of them: two hosts that lose a lock to each other must not keep step
 _POLL_S: Final = 0.01
 _MARK_BYTES: Final = 16
 
@@ -92,13 +94,15 @@ def locked(path: str, timeout_s: float) -> Iterator[Lock]:
             if error.errno not in _LOST or losses >= _LOST_TRIES:
                 raise
         else:
-            with held:
+            try:
                 if lock is not None:
                     yield lock
                     return
+            finally:
+                _release(held)
         if time.monotonic() >= deadline:
             raise TimeoutError(f"{path} was locked by other processes for {timeout_s:g} s")
-        time.sleep(_POLL_S)
+        time.sleep(random.uniform(0.0, _LOST_PAUSE_S) if losses else _POLL_S)
 
 
 def _taken(path: str, held: ExitStack) -> Lock | None:
@@ -112,6 +116,14 @@ def _taken(path: str, held: ExitStack) -> Lock | None:
         return None
     with_room(root, partial(os.utime, fd))
     return Lock(fd, os.fstat(fd).st_mtime)
+
+
+def _release(held: ExitStack) -> None:
+    try:
+        held.close()
+    except OSError as error:  # what was written to the file is a mark only
+        if error.errno not in _LOST:
+            raise
 
 
 def try_lock(fd: int) -> bool:
