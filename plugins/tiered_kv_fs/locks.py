@@ -30,6 +30,7 @@ _LOST: Final = frozenset({errno.EIO, errno.ESTALE, errno.EBADF})
 """What calls on a lock's descriptor fail with once its lock, or its open file, is lost on the server."""
 _LOST_TRIES: Final = 10  # how often the file is opened anew after that
 _LOST_PAUSE_S: Final = 0.2  # at most, before each of them: two hosts that lose a lock to each other must not keep step
+_SMB: Final = frozenset({"cifs", "smb3"})
 _POLL_S: Final = 0.01
 _MARK_BYTES: Final = 16
 
@@ -52,7 +53,12 @@ class Lock:
         self._is_lost = False
 
     def mark(self) -> None:
-        """Write a random mark into the file, unless the disk is full or the mount writes front to back only."""
+        """Write a random mark into the file, unless the disk is full or the mount writes front to back only.
+
+        Not on SMB, where locks exclude by themselves: it writes later, and then another host's lock forbids it.
+        """
+        if _kind(self._fd) in _SMB:
+            return
         self._mark = secrets.token_hex(_MARK_BYTES // 2).encode()
         try:
             os.pwrite(self._fd, self._mark, 0)
@@ -67,7 +73,7 @@ class Lock:
             if os.pread(self._fd, _MARK_BYTES, 0) != self._mark:
                 return True
             os.pwrite(self._fd, self._mark, 0)
-            if _is_nfs(self._fd):  # which writes later, and reads what it has in memory
+            if _kind(self._fd).startswith("nfs"):  # which writes later, and reads what it has in memory
                 os.fsync(self._fd)
         except OSError as error:
             return error.errno in _LOST
@@ -143,12 +149,12 @@ def _unlock(fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-_nfs: Final[dict[int, bool]] = {}  # by device; any thread assigns
+_kinds: Final[dict[int, str]] = {}  # of file systems, by device; any thread assigns
 
 
-def _is_nfs(fd: int) -> bool:
+def _kind(fd: int) -> str:
     device = os.fstat(fd).st_dev
-    if device not in _nfs:
+    if device not in _kinds:
         mount = mount_of(fd)
-        _nfs[device] = mount is not None and mount.kind.startswith("nfs")
-    return _nfs[device]
+        _kinds[device] = mount.kind if mount is not None else ""
+    return _kinds[device]

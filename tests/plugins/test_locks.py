@@ -19,6 +19,7 @@ from tiered_kv.file_systems import Mount
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
+from tiered_kv_fs import locks
 from tiered_kv_fs.ledger import DirectoryLedger
 from tiered_kv_fs.locks import LostLockError, locked
 
@@ -203,3 +204,13 @@ def test_nvme_says_where_two_hosts_may_take_its_lock(bench: StoreBench, monkeypa
     mount = Mount("/mnt", "server:/export", "nfs", frozenset({"rw", "vers=3", "nolock"}))
     monkeypatch.setattr("tiered_kv_nvme.directory.mount_of", lambda _: mount)
     assert "locks reach no other host, as /mnt is mounted with nolock" in str(bench.open().describe()["warning"])
+
+
+def test_on_smb_nothing_is_written_into_a_lock_s_file_which_another_host_s_lock_would_forbid(
+    open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = Mount(str(path.parent), "//server/kv", "cifs", frozenset({"rw"}))
+    monkeypatch.setattr(locks, "mount_of", lambda _: mount)
+    monkeypatch.setattr(locks, "_kinds", {})
+    assert open_rig().store(make_keys(16)).success
+    assert (path / "lock").stat().st_size == 0
