@@ -23,12 +23,11 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.collector import untracked
 from tiered_kv.toolkit.queued import EventLog
 from tiered_kv_nvme.layout import BatchHeader, SegmentEntry, batch_header_bytes
-from tiered_kv_nvme.segment import Demand, Segment, SegmentState
+from tiered_kv_nvme.segment import LEFT_OUT_S, Demand, Segment, SegmentState
 from tiered_kv_nvme.worth import READ, Worth
 
-LEFT_OUT_S = 600.0
-"""How long a segment that refused a write is left out: the disk may have replaced the place, or got space by then."""
-LEFT_OUT_S_MIN = 5.0  # the same if no other segment can be reclaimed
+LEFT_OUT_S_MIN = 5.0
+"""As `LEFT_OUT_S`, if no other segment can be reclaimed."""
 FREE_SEGMENTS = 2  # free segments that the reclaimer keeps: one for stores, one for relocations
 _SEGMENTS_TO_RELOCATE = 3  # one to reclaim, one for its used blocks, one for stores
 
@@ -175,18 +174,17 @@ class SegmentPool:
             self._retire(next(stream for stream, active in self._active.items() if active is segment))
         self._end_write(segment)
 
-    def leave_out(self, reservation: Reservation, reason: str, *, is_tried_later: bool) -> None:
+    def leave_out(self, reservation: Reservation, reason: str, *, is_noted: bool) -> None:
         """Locked. End a reservation whose place on the disk refused its batch, while other places take writes.
 
-        Nothing is written to the rest of the segment until it has been reclaimed. Its blocks can be loaded. With
-        `is_tried_later`, it is reclaimed after others only.
+        The segment is full, and its blocks can be loaded. If it `is_noted`, later uses end before that place, too.
         """
         segment, offset = reservation.segment, reservation.header.offset
-        segment.refused_offset = min(segment.refused_offset or offset, offset)
         if segment.state is SegmentState.ACTIVE:
             self._retire(next(stream for stream, active in self._active.items() if active is segment))
-        if is_tried_later:
-            segment.left_out_s = time.monotonic()
+        if is_noted:
+            segment.refused_offset = min(segment.refused_offset or offset, offset)
+            segment.refused_s = time.monotonic()
             self.refusal = reason
         self._end_write(segment)
 
@@ -314,14 +312,14 @@ class SegmentPool:
     def is_starved(self) -> bool:
         """Locked. Whether no segment can become free: none can be added, and none can be reclaimed."""
         return self._growth_refused and all(
-            segment.state in (SegmentState.FREE, SegmentState.ACTIVE) or _is_left_out(segment, LEFT_OUT_S)
+            segment.state in (SegmentState.FREE, SegmentState.ACTIVE) or not segment.may_hold(LEFT_OUT_S)
             for segment in self.segments.values()
         )
 
     @property
     def left_out(self) -> int:
-        """Locked. How many segments are left out because their place on the disk refused a write."""
-        return sum(_is_left_out(segment, LEFT_OUT_S) for segment in self.segments.values())
+        """Locked. How many segments are not filled, or in part, because a place on the disk refused a write."""
+        return sum(segment.refused_offset > 0 for segment in self.segments.values())
 
     @property
     def can_relocate(self) -> bool:
@@ -346,8 +344,8 @@ class SegmentPool:
     def reclaimable(self) -> list[Segment]:
         """Locked. Return the segments that may be reclaimed now, the oldest first.
 
-        If some hold no valid block, only these; otherwise, if some are damaged, only these. Those that are left out
-        come last.
+        If some hold no valid block, only these; otherwise, if some are damaged, only these. Those that refused a write
+        come last, and of these the ones that have little room before it.
         """
         idle = [
             segment
@@ -355,8 +353,11 @@ class SegmentPool:
             if segment.state in (SegmentState.FULL, SegmentState.SEALED) and not (segment.writers or segment.readers)
         ]
         idle.sort(key=lambda segment: segment.age)
-        sound = [segment for segment in idle if not _is_left_out(segment, LEFT_OUT_S)]
-        idle = sound or [segment for segment in idle if not _is_left_out(segment, LEFT_OUT_S_MIN)]
+        idle = (
+            [segment for segment in idle if not segment.is_left_out]
+            or [segment for segment in idle if segment.may_hold(LEFT_OUT_S)]
+            or [segment for segment in idle if segment.may_hold(LEFT_OUT_S_MIN)]
+        )
         void = [segment for segment in idle if segment.epoch != self.epoch]
         return void or [segment for segment in idle if segment.damaged] or idle
 
@@ -374,7 +375,3 @@ class SegmentPool:
         for stream in tuple(self._active):
             self._retire(stream)
         self.changed.notify_all()
-
-
-def _is_left_out(segment: Segment, duration_s: float) -> bool:
-    return segment.left_out_s is not None and time.monotonic() < segment.left_out_s + duration_s

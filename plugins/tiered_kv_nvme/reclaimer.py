@@ -247,6 +247,7 @@ class Reclaimer:
             if segment.readers:
                 return False
             generation = self.pool.next_generation()
+            segment.forget_refusal()
         if usable and not self.files.renew(segment, generation):
             if self.files.unlink(segment.slot) is Unlinked.FAILED:
                 return False  # for example, a read-only file system

@@ -146,7 +146,7 @@ class SegmentScan:
             segment.epoch = self.epoch
             segment.state = SegmentState.SEALED if is_sealed else SegmentState.FULL
         if segment.refused_offset:
-            segment.left_out_s = time.monotonic()
+            segment.refused_s = time.monotonic()
             segment.state = SegmentState.SEALED if is_sealed or not len(segment.table) else SegmentState.FULL
         segment.reserved_blocks = len(segment.table)
         segment.key_bytes = sum(map(len, segment.table.keys))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import os
+import time
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,6 +29,9 @@ from tiered_kv_nvme.layout import (
     pages,
     summary_bytes,
 )
+
+LEFT_OUT_S = 600.0
+"""How long a place that refused a write is left out: the disk may have replaced it, or got space, by then."""
 
 
 class SegmentState(Enum):
@@ -73,8 +78,8 @@ class Segment:
     age: int = 0  # when it became full; segments are sealed and reclaimed in this order
     writers: int = 0
     readers: int = 0
-    refused_offset: int = 0  # as in its header; in its present use it is filled no further
-    left_out_s: float | None = None  # since when it is left out for that: see `SegmentPool.reclaimable`
+    refused_offset: int = 0  # as in its header: where the disk refused a batch; it is filled no further
+    refused_s: float = 0.0  # when that was, by `time.monotonic`
     state: SegmentState = field(init=False)
     epoch: int = field(init=False)
     table: EntryTable = field(init=False)
@@ -95,8 +100,24 @@ class Segment:
         self.sequence = 0
         self.reserved_blocks = 0
         self.key_bytes = 0
-        self.refused_offset = 0
-        self.left_out_s = None
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether a place in it refused a write, and may still do."""
+        return self.refused_offset > 0 and time.monotonic() < self.refused_s + LEFT_OUT_S
+
+    def may_hold(self, duration_s: float) -> bool:
+        """Return whether the segment is worth filling: not for a time after a refusal that leaves less than a quarter.
+
+        The disk may have replaced the place, or got space, by then.
+        """
+        is_short = 0 < self.refused_offset < PAGE_BYTES + self.segment_bytes // 4
+        return not is_short or time.monotonic() >= self.refused_s + duration_s
+
+    def forget_refusal(self) -> None:
+        """Let the next use try the whole segment, if its refusal is long ago or leaves too little."""
+        if not (self.is_left_out and self.may_hold(math.inf)):
+            self.refused_offset = 0
 
     def fit(self, demand: Demand) -> int:
         """Return how many blocks of `demand` the next batch of this segment can hold."""
@@ -106,9 +127,11 @@ class Segment:
         return bisect.bisect_left(range(1, wanted), True, key=lambda count: not self._fits(demand, count))
 
     def _fits(self, demand: Demand, count: int) -> bool:
-        """Return whether `count` blocks fit before the segment's summary."""
+        """Return whether `count` blocks fit before the segment's summary, and before a place that refused a batch."""
         key_bytes = self.key_bytes + demand.key_ends[count - 1]
         end_offset = self.end_offset + demand.batch_bytes(count)
+        if end_offset > (self.refused_offset or end_offset):
+            return False
         return end_offset + summary_bytes(self.reserved_blocks + count, key_bytes) <= self.segment_bytes
 
 
@@ -197,7 +220,7 @@ class SegmentFiles:
         The flush comes before any batch of the new generation, so the old summary is never read with new content.
         """
         try:
-            self.write_header(segment, generation)
+            self.write_header(segment, generation, segment.refused_offset)
             self.disk.datasync(segment.fd)
         except OSError as error:
             self.counters.note_io_error("reusing a segment file", error)

@@ -155,14 +155,14 @@ class BatchWriter:
             worth = self.pool.worth
             states = worth.first_states(keys) if old_places is None else self.pool.moved_states(old_places)
         except BaseException as error:
-            is_bad_place = self._give_up(reservation, error, is_tried_later=old_places is None)
+            is_bad_place = self._give_up(reservation, error, is_noted=old_places is None)
             if not isinstance(error, OSError):
                 raise
             return failure_reason(error), is_bad_place
         self.counters.add("stored_batches_total")
         return "" if self.pool.commit(reservation, keys, entries, states, old_places) else "reset", False
 
-    def _give_up(self, reservation: Reservation, error: BaseException, *, is_tried_later: bool) -> bool:
+    def _give_up(self, reservation: Reservation, error: BaseException, *, is_noted: bool) -> bool:
         """End a reservation whose batch could not be written; return whether the disk takes writes elsewhere.
 
         Then its place is left out.
@@ -172,11 +172,13 @@ class BatchWriter:
             if isinstance(error, OSError):
                 self.counters.note_io_error("writing blocks", error)
                 may_be_place = is_of_place(error) or is_stuck(error)  # the file was made immutable
-                is_bad_place = may_be_place and self.probe.takes_writes(reservation.segment, reservation.header.offset)
+                is_bad_place = may_be_place and self.probe.takes_writes(
+                    reservation.segment, reservation.header.offset * is_noted
+                )
         finally:
             with self.pool.changed:
                 if is_bad_place:
-                    self.pool.leave_out(reservation, failure_reason(error), is_tried_later=is_tried_later)
+                    self.pool.leave_out(reservation, failure_reason(error), is_noted=is_noted)
                 else:
                     self.pool.abandon(reservation)
         if is_bad_place:

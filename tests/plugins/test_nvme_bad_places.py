@@ -46,8 +46,20 @@ def test_a_place_that_refuses_writes_costs_no_store(bench: StoreBench, code: int
     assert bench.get(store, newest) == set(newest)
     stats = store.stats()
     assert stats["room_timeouts_total"] == stats["refused_stores_total"] == 0
-    assert stats["refused_places_total"] == stats["left_out_segments"] or bad == WHOLE
+    assert stats["refused_places_total"] == stats["left_out_segments"] or bad == WHOLE, "each is tried once"
     assert bench.occupied_bytes() <= bench.capacity_bytes
+
+
+def test_a_bad_place_in_every_segment_costs_no_store(bench: StoreBench) -> None:
+    disk = BadPlaces()
+    store = bench.open_ready(disk)
+    bench.fill(store)
+    disk.writes = [(slot, *MIDDLE) for slot in range(100)]
+    for number in range(300):
+        assert bench.put(store, make_keys(10, f"few {number}")).successful_keys is None
+    stats = store.stats()
+    assert stats["refused_places_total"] == stats["left_out_segments"] == stats["segments"]
+    assert stats["room_timeouts_total"] == stats["refused_stores_total"] == 0
 
 
 def test_a_bad_place_is_known_after_a_restart_and_blocks_beside_it_can_be_loaded(bench: StoreBench) -> None:
@@ -85,7 +97,8 @@ def test_a_place_that_takes_writes_again_is_used_again(bench: StoreBench, monkey
     bench.fill(store, range(100, 160))
     assert store.stats()["left_out_segments"] == 1
     disk.writes = []
-    monkeypatch.setattr("tiered_kv_nvme.pool.LEFT_OUT_S", 0.0)
+    for module in ("pool", "segment"):
+        monkeypatch.setattr(f"tiered_kv_nvme.{module}.LEFT_OUT_S", 0.0)
     bench.fill(store, range(200, 260))
     assert store.stats()["left_out_segments"] == 0
     assert any(slot_of(at) == 3 for at in store.pool.places.values())

@@ -268,7 +268,7 @@ def _remarks(stack: OperatedStack, tier: TierInspection, *, repairs: bool) -> It
         size = rounded_bytes(segments.size_bytes)
         yield f"{segments.files} segments of {size} in all, {fill} filled; {segments.free} free"
         if segments.left_out:
-            yield f"{segments.left_out} segments have a place that refused a write, and are left out for a while"
+            yield f"{segments.left_out} segments have a place that refused a write, which is left out"
         if segments.unusable:
             yield f"{segments.unusable} segments have no sound header"
     if survey.foreign is not None and survey.foreign.entries:

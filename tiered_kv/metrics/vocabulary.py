@@ -208,7 +208,7 @@ TIER: Final = {
     "refused_places_total": Metric(
         "Places of the disk that refused a write and are left out, while others take writes.", of="nvme"
     ),
-    "left_out_segments": Metric("Segments that are left out for such a place.", of="nvme"),
+    "left_out_segments": Metric("Segments that are not filled, or in part, because of such a place.", of="nvme"),
     "lost_segments_total": Metric("Segments whose file somebody else deleted or moved away.", of="nvme"),
     # Shared storage.
     "surveys_total": Metric("Surveys of the directory by this process.", of="fs"),
