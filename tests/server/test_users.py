@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -115,10 +117,10 @@ def can_map_users() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_map_users(), reason="takes root, and user namespaces")
-def test_no_user_outside_of_a_server_s_namespace_gets_in(tmp_path: Path) -> None:
-    stack, path, log = tmp_path / "stack.yaml", tmp_path / "socket", tmp_path / "log"
-    for each in (tmp_path, *tmp_path.parents[:2]):  # of pytest, for root alone
-        each.chmod(0o755)
+def test_no_user_outside_of_a_server_s_namespace_gets_in(closing: ExitStack) -> None:
+    folder = Path(closing.enter_context(TemporaryDirectory(dir="/tmp")))
+    folder.chmod(0o755)  # the directories of pytest are for root alone
+    stack, path, log = folder / "stack.yaml", folder / "socket", folder / "log"
     stack.write_text(str(stack_of()).replace("'", '"'))
     serve = [sys.executable, "-m", "tiered_kv", "serve", str(stack), "--socket", str(path)]
     with log.open("w") as file:
