@@ -108,8 +108,10 @@ class RowAllocation:
     def _run(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread only
-        self._work()
-        self._leave()
+        try:
+            self._work()
+        finally:
+            self._leave()
 
     def _work(self) -> None:
         while chunk := self._take():
