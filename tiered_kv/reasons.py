@@ -115,7 +115,11 @@ class Reason:
     fate: Fate = Fate.FAILED  # what the history makes of it
     is_gone: bool = False  # the tier has no usable copy of the block after a load that failed
     is_damage: bool = False
-    is_harmless: bool = False  # a healthy tier may fail a whole job for it: the breaker ignores it
+    is_harmless: bool = False  # a healthy tier may fail a whole job for it
+
+    def is_ignored(self, *, is_store: bool) -> bool:
+        """Return whether the breaker ignores it. A store needs no block: then the place for blocks is gone."""
+        return self.is_harmless and not (is_store and self.is_gone)
 
 
 _gone = partial(Reason, fate=Fate.EVICTED, is_gone=True, is_harmless=True)

@@ -24,7 +24,7 @@ from tiered_kv.toolkit.record import (
     encode_record,
     record_bytes_max,
 )
-from tiered_kv.toolkit.small_files import FirstFailures, opened, put_in_place, read_all, remove, write_all
+from tiered_kv.toolkit.small_files import LOOKING, FirstFailures, opened, put_in_place, read_all, remove, write_all
 from tiered_kv_fs.allocation import Allocation
 from tiered_kv_fs.directory import make_directory, reason_of, unlink_same
 from tiered_kv_fs.names import block_path, temporary_path
@@ -62,7 +62,7 @@ class BlockFiles:
         self._uid = os.geteuid() if self.private else None
         self._room = ThreadBuffer()  # for payloads that are not the blocks themselves
         self._unreadable: Unreadable[str] = Unreadable()  # by path
-        self._failures = FirstFailures(_log, self.namespace_path)
+        self._failures = FirstFailures(_log, self.namespace_path, reason_of)
         self.newest_path = ""  # of the block that was stored last; any thread may read it
 
     def store(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
@@ -107,6 +107,10 @@ class BlockFiles:
         """The newest failure, until a block is stored. Any thread."""
         return self._failures.newest
 
+    def explain(self, reason: str) -> str:
+        """Return what failed last for a reason, as `SecondaryTierManager.explain_failure`. Any thread."""
+        return self._failures.texts.of(reason)
+
     def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
         """Read blocks into place and verify them; no read begins after the deadline.
 
@@ -139,7 +143,7 @@ class BlockFiles:
         try:
             return [path not in self._unreadable and self._found(path) is not None for path in paths]
         except OSError as error:
-            self._failures.note("looking for blocks", error)
+            self._failures.note(LOOKING, error)
             raise
 
     def touch(self, epoch: str, keys: Sequence[OffloadKey], interval_s: float) -> list[OffloadKey]:

@@ -20,8 +20,9 @@ from tiered_kv.file_systems import OWN_NAME
 from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.toolkit.epoch import Epoch
+from tiered_kv.toolkit.failure_texts import FailureTexts
 from tiered_kv.toolkit.jobs import failure_reason
-from tiered_kv.toolkit.small_files import told
+from tiered_kv.toolkit.small_files import remedy_for, told
 from tiered_kv_fs.directory import Directory, reason_of
 from tiered_kv_fs.full_disk import without_room
 from tiered_kv_fs.ledger import SURVEY_INTERVAL_S, VALID_S, DirectoryLedger, Holder, LedgerState
@@ -104,6 +105,7 @@ class Keeper:
         self._is_sweep_asked = asyncio.Event()
         self._is_answered = asyncio.Event()
         self._log_limit = LogLimit()
+        self.failure_texts = FailureTexts()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -263,8 +265,10 @@ class Keeper:
         except Exception as error:
             reason = reason_of(error) if isinstance(error, OSError) else failure_reason(error)
             self.counters.add("failed_calls_total", reason)
+            text = f"{told(error)}{remedy_for(error) if isinstance(error, OSError) else ''}"
+            self.failure_texts.note(reason, f"keeping the capacity failed: {text}")
             if self._log_limit.take(reason) is not None:
-                _log.warning("%s: %s; %s", self.directory.path, told(error), self._log_limit.about)
+                _log.warning("%s: %s; %s", self.directory.path, text, self._log_limit.about)
             self.failure = f"keeping the capacity failed: {told(error)}"
             return reason
         self.failure = ""

@@ -101,3 +101,7 @@ class StoreCounters(Counters):
     def note_io_error(self, operation: str, error: OSError) -> None:
         self.add("io_errors_total")
         self._failures.note(operation, error)
+
+    def explain(self, reason: str) -> str:
+        """Return what failed last for a reason, as `SecondaryTierManager.explain_failure`. Any thread."""
+        return self._failures.texts.of(reason)

@@ -14,6 +14,7 @@ from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.toolkit.blocking import BlockingTier
+from tiered_kv.toolkit.failure_texts import OF_LOOKUPS
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.touches import Touches
@@ -253,8 +254,11 @@ class RedisTier(BlockingTier):
         reported = why.UNANSWERED if reason in why.OF_ONE_SERVER and has_others else reason
         if operation == "lookup" and reported != why.UNANSWERED:
             self._counters.add("unanswered_lookups_total", count=count)
-        if reason not in why.ELSEWHERE | {why.ABSENT} and self._limit.take((operation, reason)) is not None:
+        if reason in why.ELSEWHERE | {why.ABSENT}:
+            return reported
+        said = self._topology.sentence(reason)
+        self._failure_texts.note(OF_LOOKUPS if operation == "lookup" else reported, said)
+        if self._limit.take((operation, reason)) is not None:
             about = "tier '%s': %ss fail: %s; %s, as '%s'"
-            said = self._topology.sentence(reason)
             _log.warning(about, self.name, operation, said, self._limit.about, reason)
         return reported

@@ -17,6 +17,7 @@ from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.threads import BackgroundTask
+from tiered_kv.toolkit.failure_texts import OF_LOOKUPS, FailureTexts
 from tiered_kv_s3.connection import Credentials, Endpoint
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import sentence
@@ -57,6 +58,7 @@ class Account:
         self._lock = threading.Lock()  # guards the rest; never held while a provider runs
         self._current: Credentials | None = None
         self._used: deque[Credentials] = deque(maxlen=8)  # the last ones: messages may repeat them
+        self.failure_texts = FailureTexts()
         self._limit = LogLimit()  # by operation, reason and level
         self._renew_pause_s = RENEW_PAUSE_S
         self._problem = "no thread can be started that asks for credentials"  # why there are none
@@ -128,6 +130,7 @@ class Account:
         """Count a failure, and log it, at a bounded rate for each operation and reason; return its `sentence`."""
         self.counters.add("failed_requests_total", operation, str(reason))  # no member of an enum as a label
         said = self.sentence(reason, words, operation)
+        self.failure_texts.note(OF_LOOKUPS if operation == "head" else str(reason), said)
         if self._limit.take((operation, reason, level)) is not None:
             about = "tier '%s': a request to %s failed: %s; %s, in failed_requests_total{%s}"
             _log.log(level, about, self._tier, operation, said, self._limit.about, str(reason))

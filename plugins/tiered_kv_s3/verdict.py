@@ -19,6 +19,8 @@ _REGION_NAME = re.compile(r"[a-z0-9-]{1,64}")
 
 _CREDENTIAL_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 _SLOW_DOWN_CODES = frozenset({"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException"})
+_FULL_CODES = frozenset({"XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "InsufficientStorage"})
+"""Of servers whose storage or quota is used up: MinIO, Ceph."""
 _UNAVAILABLE_CODES = frozenset(
     {"RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict"}
 )
@@ -35,6 +37,7 @@ class Verdict(StrEnum):
     CREDENTIALS_EXPIRED = "credentials_expired"  # the server says that they have expired, and there are no others
     NO_BUCKET = "no_bucket"
     DENIED = "denied"
+    NO_SPACE = "no_space"  # the server's storage, or a quota, is full; it still serves loads
     UNASKED = "unasked"  # the request was not sent: its time was over
     UNANSWERED = "unanswered"  # the bucket does not answer for this block, while it answers for others
     UNREADABLE = "unreadable"
@@ -55,7 +58,7 @@ class Verdict(StrEnum):
 _OF_SERVER = {Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN}
 _OF_SETTINGS = {Verdict.CREDENTIALS_EXPIRED, Verdict.NO_BUCKET, Verdict.DENIED, Verdict.REFUSED, Verdict.MOVED}
 RETRYABLE = frozenset({*_OF_SERVER, Verdict.CREDENTIALS, Verdict.REDIRECTED})
-FAILURES = RETRYABLE | _OF_SETTINGS | {Verdict.UNTRUSTED}
+FAILURES = RETRYABLE | _OF_SETTINGS | {Verdict.UNTRUSTED, Verdict.NO_SPACE}
 ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
 UNHEARD = frozenset({Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN, Verdict.UNASKED})
 """The server has not answered the request."""
@@ -86,6 +89,7 @@ _IS_SAID: dict[str, tuple[str, str]] = {
     ),
     Verdict.BROKEN: ("ends connections, or does not answer as S3 does", "correct 'endpoint_url'"),
     Verdict.SLOW_DOWN: ("asks for fewer requests", "lower 'connections', or wait"),
+    Verdict.NO_SPACE: ("has no room left", "give the server more storage, raise the quota, or lower 'capacity'"),
     Verdict.UNTRUSTED: (
         "has a certificate that is refused",
         "set 'ca_file' to the file of its authority, or use a name that the certificate has",
@@ -132,6 +136,8 @@ def verdict_of(answer: Answer, body: bytes) -> Verdict:
         return Verdict.CREDENTIALS
     if status in (301, 302, 307, 308) or code == "AuthorizationHeaderMalformed":
         return Verdict.MOVED
+    if status == 507 or code in _FULL_CODES:
+        return Verdict.NO_SPACE
     if status in (429, 503) or code in _SLOW_DOWN_CODES:
         return Verdict.SLOW_DOWN
     if status == 412:

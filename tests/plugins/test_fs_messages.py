@@ -79,3 +79,26 @@ def test_a_mode_that_the_file_system_does_not_set_is_named_whatever_it_answers(
     monkeypatch.setattr(os, "fchmod", refuse)
     with pytest.raises(ConfigError, match=r"mode 0750.*private: false"):
         open_rig()
+
+
+@pytest.mark.parametrize(
+    ("number", "reason", "remedy"),
+    [(errno.EROFS, "read_only", "; mount the file system"), (errno.EIO, "io_error", "; look at the disk")],
+)
+def test_a_failure_is_explained_with_the_systems_word_and_what_to_do(
+    open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch, number: int, reason: str, remedy: str
+) -> None:
+    rig = open_rig()
+    assert rig.store(make_keys(1)).success
+
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", refuse)
+        assert rig.store(make_keys(1, "refused")).reason == reason
+    explained = rig.tier.explain_failure(reason)
+    assert explained.startswith(f"writing blocks failed: {os.strerror(number)} (")
+    assert str(path) in explained
+    assert remedy in explained
+    assert rig.tier.explain_failure("timeout") == ""

@@ -94,3 +94,22 @@ def test_a_refusal_at_the_opening_names_the_setting(
 def test_what_a_server_says_is_explained_by_its_setting(said: bytes, reason: str, named: str) -> None:
     assert reason_of_code(said) == reason
     assert named in sentence("a-server:6379", reason, said.decode(), set())
+
+
+def test_what_fails_is_explained_with_the_newest_words_of_the_server(
+    redis_server: RedisServer, open_redis: OpenRedis
+) -> None:
+    rig = open_redis(4096, url=redis_server.url)
+    redis_server.call("CONFIG", "SET", "maxmemory", "1")
+    assert not rig.store(make_keys(2)).success
+    assert "has no memory left" in rig.tier.explain_failure("no_space")
+    redis_server.call("CONFIG", "SET", "maxmemory", "0")
+    for words in ("read only replica", "good replicas"):
+        if words == "good replicas":
+            redis_server.call("REPLICAOF", "NO", "ONE")
+            redis_server.call("CONFIG", "SET", "min-replicas-to-write", "1")
+        else:
+            redis_server.call("REPLICAOF", "127.0.0.1", "1")
+        assert not rig.store(make_keys(2)).success
+        assert words in rig.tier.explain_failure("readonly")
+    assert rig.tier.explain_failure("auth") == ""

@@ -272,3 +272,22 @@ def test_a_hanging_provider_of_credentials_delays_nothing(
     finally:
         hang.unlink()
     wait_until(lambda: newcomer.store(make_keys(2)).success, what="its recovery")
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(507, "XMinioStorageFull"), (400, "XMinioAdminBucketQuotaExceeded"), (403, "QuotaExceeded"), (507, "Other")],
+)
+def test_a_full_server_stores_nothing_and_goes_on_serving(
+    server: FakeS3, open_rig: OpenRig, status: int, code: str
+) -> None:
+    rig = open_rig()
+    before, after = make_keys(1, "before"), make_keys(1, "after")
+    assert rig.store(before).success
+    puts = server.count("PUT")
+    server.reply = lambda request: error(status, code) if request.method == "PUT" else None
+    result = rig.store(after)
+    assert (result.success, result.reason) == (False, "no_space")
+    assert server.count("PUT") == puts + 1  # another attempt would not help
+    assert f"has no room left ({code}" in rig.tier.explain_failure("no_space")
+    assert rig.load(before) == set(before)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
+from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, ManualTier, keys
 from tiered_kv.log_limit import KINDS_MAX, LogLimit
 from tiered_kv.testing.control import ManualClock, wait_until
-from tiered_kv.tiering.outages import LOGGED_AT_ONCE, LOGGED_PAUSE_S
+from tiered_kv.tiering.spell import LOGGED_AT_ONCE, LOGGED_PAUSE_S
+from tiered_kv.toolkit.failure_texts import AGE_MAX_S, OF_LOOKUPS, FailureTexts
 
 COOLDOWN_S = 2.0
 
@@ -88,6 +89,78 @@ def test_an_outage_that_lasts_is_logged_later_if_it_was_left_out(bench: Bench, l
     bench.manager.on_schedule_end()
     (begun,) = log.lines(2 * LOGGED_AT_ONCE + 1)
     assert "is out of use" in begun
+
+
+def test_each_line_has_what_the_tier_says_of_its_newest_failure(
+    bench: Bench, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"unavailable": "the server is away;\n start it", "": "the server\tis silent"}
+    monkeypatch.setattr(ManualTier, "explain_failure", lambda tier, reason: said.get(reason, ""))
+    outage(bench, 0)
+    assert "stores fail: the server is away; start it ('unavailable'). Its blocks" in log.lines(1)[0]
+    recover(bench, 4)
+    said["unavailable"] = "the server has too many clients"
+    outage(bench, 1)
+    assert "stores fail: the server has too many clients ('unavailable'). Its blocks" in log.lines(3)[0]
+    recover(bench, 14)
+    for failures in (1, 2):
+        bench.tiers[0].lookup_failures = failures
+        bench.manager.on_schedule_end()
+    assert "lookups fail, or are not answered in time: the server is silent. Its blocks" in log.lines(5)[0]
+
+
+@pytest.mark.parametrize("explained", [None, 5, b"bytes"])
+def test_a_tier_that_explains_nothing_is_logged_with_its_reason(
+    bench: Bench, log: Log, monkeypatch: pytest.MonkeyPatch, explained: object
+) -> None:
+    monkeypatch.setattr(ManualTier, "explain_failure", lambda tier, reason: explained)
+    for number in (0, 1):
+        fail(bench, number, reason="odd")
+    assert "stores fail: the tier names the reason ('odd'). Its blocks" in log.lines(1)[0]
+
+
+def test_each_time_that_a_storage_is_full_is_logged_when_it_begins_and_when_it_ends(bench: Bench, log: Log) -> None:
+    for number in range(2):
+        fail(bench, 10 * number, reason="no_space")
+        bench.clock.advance(COOLDOWN_S)
+        fail(bench, 10 * number + 1, reason="no_space")
+        (begun,) = log.lines(2 * number + 1)
+        assert begun.startswith("tier 'tier0' is full: stores fail: there was no room in the tier ('no_space')")
+        bench.clock.advance(7.0)
+        fail(bench, 10 * number + 2, reason="no_space")
+        bench.store(keys(10 * number + 3), bench.request(f"room-{number}"))
+        bench.manager.on_schedule_end()
+        bench.end()
+        (ended,) = log.lines(2 * number + 2)
+        assert ended == "tier 'tier0' has room again after 7s; meanwhile 1 blocks were not stored there"
+
+
+def test_a_storage_without_room_for_a_moment_is_not_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(20):
+        fail(bench, 2 * number, reason="no_space")
+        bench.clock.advance(COOLDOWN_S)
+        bench.store(keys(2 * number + 1), bench.request(f"room-{number}"))
+        bench.manager.on_schedule_end()
+        bench.end()
+    bench.manager.shutdown()
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("reason", ["missing", "absent"])
+def test_stores_into_a_place_that_is_gone_are_an_outage(bench: Bench, log: Log, reason: str) -> None:
+    for number in (0, 1):
+        fail(bench, number, reason=reason)
+    assert log.lines(1)[0].startswith("tier 'tier0' is out of use: stores fail: ")
+
+
+def test_a_text_of_an_earlier_outage_is_not_given_again() -> None:
+    clock = ManualClock()
+    texts = FailureTexts(clock)
+    texts.note("timeout", "it is slow")
+    texts.note(OF_LOOKUPS, "it is silent")
+    assert (texts.of("timeout"), texts.of(OF_LOOKUPS), texts.of("other")) == ("it is slow", "it is silent", "")
+    clock.advance(AGE_MAX_S + 1)
+    assert texts.of("timeout") == texts.of(OF_LOOKUPS) == ""
 
 
 def test_lookups_that_fail_are_named_as_the_cause(bench: Bench, log: Log) -> None:

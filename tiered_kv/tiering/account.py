@@ -21,7 +21,7 @@ from tiered_kv.metrics.vocabulary import ACCOUNT, DIRECTIONS, counters_of
 from tiered_kv.reasons import Fate, reason_of
 from tiered_kv.tiering.answers import WrongValueError, checked_event, checked_flag, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.tiering.outages import Lost
+from tiered_kv.tiering.spell import Lost
 
 logger = logging.getLogger(__name__)
 

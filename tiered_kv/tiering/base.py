@@ -137,6 +137,13 @@ class SecondaryTierManager(ABC):
         """How many lookups were answered with False because the answer was unknown. The breaker watches it."""
         return 0
 
+    def explain_failure(self, reason: str) -> str:
+        """Return what failed last for a job's `reason`, and what to do, for the log; empty if that is not known.
+
+        An empty reason stands for lookups. Reads memory only. A tier that is not `is_nonblocking` is not asked.
+        """
+        return ""
+
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return `lookup` of each key, in order."""
         lookup = self.lookup

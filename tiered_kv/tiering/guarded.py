@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from tiered_kv.tiering.answers import (
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.gates import Admission, Breaker, BreakerState, Budget
 from tiered_kv.tiering.isolation import IsolatedTier
-from tiered_kv.tiering.outages import Outages, cause_of
+from tiered_kv.tiering.outages import Outages
 from tiered_kv.tiering.pace import EngineCost, Pace
 from tiered_kv.tiering.write_budget import WriteBudget
 
@@ -109,7 +110,7 @@ class GuardedTier:
         self.pace = Pace(cost or EngineCost())
         event_source = self.tier if reports_events else None
         self.account = TierAccount(self.name, number, block_bytes, notices or Notices(), history, event_source)
-        self._outages = Outages(self.name, settings.breaker_cooldown, self.account.notice)
+        self._outages = Outages(settings, self.account, partial(self.call, "explain_failure"))
         if isinstance(self.tier, IsolatedTier):
             self.tier.note_exception = self.account.note_exception
         self.jobs: dict[JobId, SubmittedJob] = {}
@@ -200,7 +201,7 @@ class GuardedTier:
             self.account.note_exception("submit_load" if is_promotion else "submit_store")
             self.account.failed(job.metadata, len(keys), "exception")
             self._lack(() if is_promotion else keys)
-            self.breaker.fail(self._clock(), cause_of(is_promotion, "exception"))
+            self.breaker.fail(self._clock(), self._outages.cause_of(is_promotion, "exception"))
             return None
         if is_promotion:
             self.admission.note_hits(keys)
@@ -227,7 +228,7 @@ class GuardedTier:
         if self.breaker.state is not BreakerState.CLOSED or self._outages.is_on:
             if self.breaker.state is BreakerState.OPEN:
                 self.breaker.tick(now_s)
-            self._outages.follow(self.breaker, now_s, self.account.lost)
+            self._outages.follow(self.breaker, now_s)
 
     def _collect(self) -> Sequence[tuple[SubmittedJob, JobResult]]:
         """Return the jobs that the tier has reported, including expired ones, and free their budget."""
@@ -277,12 +278,8 @@ class GuardedTier:
 
     def _expire(self, now_s: float) -> list[SubmittedJob]:
         """Return the jobs whose deadline has passed since the last call; their blocks are now in quarantine."""
-        expired = []
-        for job in self._unexpired.values():
-            assert job.metadata.deadline is not None
-            if job.metadata.deadline > now_s:
-                break
-            expired.append(job)
+        jobs = self._unexpired.values()
+        expired = [*itertools.takewhile(lambda job: (job.metadata.deadline or 0.0) <= now_s, jobs)]
         for job in expired:
             del self._unexpired[job.metadata.job_id]
             job.is_expired = True
@@ -291,7 +288,7 @@ class GuardedTier:
                 self.pace.add(job.blocks_in_flight, self.settings.job_timeout, now_s)
             self._lack(() if job.metadata.is_promotion else job.metadata.keys)
             self.account.expired(job.metadata)
-            self.breaker.fail(now_s, cause_of(job.metadata.is_promotion, "expired"))
+            self.breaker.fail(now_s, self._outages.cause_of(job.metadata.is_promotion, "expired"))
         return expired
 
     def _count_failures(self, now_s: float) -> None:
@@ -388,12 +385,15 @@ class GuardedTier:
         total = len(job.blocks)
         done = total if result.success else len(job.loaded_keys(result).intersection(job.metadata.keys))
         self.account.ended(job.metadata, result, done, total)
-        if done < total and not job.metadata.is_promotion:
+        is_store = not job.metadata.is_promotion
+        if is_store and done < total:
             self._lack(set(job.metadata.keys) - job.loaded_keys(result))
+        if is_store and total and (not done or self._outages.lacks_room):
+            self._outages.note_store(done > 0, result.reason, self._clock())
         if done or not total:
             self.breaker.succeed()
-        elif not reason_of(result.reason).is_harmless:
-            self.breaker.fail(self._clock(), cause_of(job.metadata.is_promotion, result.reason or "failed"))
+        elif not reason_of(result.reason).is_ignored(is_store=is_store):
+            self.breaker.fail(self._clock(), self._outages.cause_of(not is_store, result.reason or "failed"))
 
 
 def _blocks(budget_bytes: int | None, default_bytes: int, block_bytes: int) -> int:

@@ -167,6 +167,9 @@ class IsolatedTier(WrapperTier):
     def stats(self) -> Mapping[str, Any]:
         return self._stats
 
+    def explain_failure(self, reason: str) -> str:
+        return ""  # its own words might take long
+
     def shutdown(self) -> None:
         self._ensure_thread()
         is_first, self._is_closing = not self._is_closing, True

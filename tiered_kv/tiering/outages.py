@@ -1,8 +1,7 @@
-"""Outages: one line in the log when a tier's breaker opens, and one when it closes again.
+"""Outages: one line in the log when a tier's breaker opens, or its storage is full, and one when that is over.
 
-`GuardedTier` calls this on the manager's thread, which does no I/O: a background thread writes the lines. Of a tier
-that fails again and again, some outages are logged, then one a minute; the next line says how many were left out. If an
-outage that was left out lasts, its line follows as soon as it may. So the last line always says how it is now.
+`GuardedTier` calls this on the manager's thread, which does no I/O: a background thread writes the lines. `spell` says
+how many there are at most.
 """
 
 from __future__ import annotations
@@ -10,95 +9,106 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_seconds
-from tiered_kv.log_limit import LogLimit
-from tiered_kv.reasons import reason_of
+from tiered_kv.reasons import FAILED, Fate, reason_of
 from tiered_kv.threads import BackgroundTask
+from tiered_kv.tiering.account import TierAccount
 from tiered_kv.tiering.gates import Breaker, BreakerState
+from tiered_kv.tiering.spell import LOGGED_AT_ONCE, Lost, Spell
 
-LOGGED_AT_ONCE: Final = 6
-LOGGED_PAUSE_S: Final = 60.0
+_EXPLANATION_CHARACTERS_MAX: Final = 600
 
 _log = logging.getLogger(__name__)
 
 
-class Lost(NamedTuple):
-    """Blocks that a tier did not store or load, since the process began."""
-
-    stores: int
-    loads: int
-
-
-def cause_of(is_promotion: bool, reason: str) -> str:
-    """Return why a job failed, for the log. The reason is a word of the tier's."""
-    return f"{'loads' if is_promotion else 'stores'} fail: {reason_of(reason).sentence} ('{reason}')"
-
-
 class Outages:
-    """What the log says of one tier's outages. The manager's thread calls; `now_s` is by its clock."""
+    """What the log says of one tier. The manager's thread calls; `now_s` is by its clock.
 
-    def __init__(self, tier: str, cooldown_s: float, notice: Callable[[str], None] = lambda what: None) -> None:
+    Args:
+        settings: Stores that find no room for its `breaker_cooldown` are logged.
+        explain: As `SecondaryTierManager.explain_failure`; any value may come from a tier.
+    """
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        account: TierAccount,
+        explain: Callable[[str], object],
+    ) -> None:
         self.noted_state = BreakerState.CLOSED
-        self._notice = notice
-        self._tier = tier
-        self._cooldown_s = cooldown_s
-        self._now_s = 0.0
-        self._limit = LogLimit(LOGGED_PAUSE_S, LOGGED_AT_ONCE, lambda: self._now_s)
-        self._begun_s = 0.0
-        self._cause = ""
-        self._before = Lost(0, 0)
-        self.is_on = self._is_logged = False
-        self._unsaid = 0
-        self._lines: deque[str] = deque(maxlen=4 * LOGGED_AT_ONCE)
+        self._account = account
+        self._tier = tier = settings.name
+        self._cooldown_s = settings.breaker_cooldown
+        self._explain = explain
+        self._outage = Spell(f"tier '{tier}' is out of use", "outages", self._say)
+        self._full = Spell(f"tier '{tier}' is full", "times", self._say)
+        self.is_on = False
+        """Whether an outage was noted that has not ended."""
+        self.lacks_room = False
+        """Whether the last store found no room."""
+        self._no_room_since_s = 0.0
+        self._lines: deque[str] = deque(maxlen=8 * LOGGED_AT_ONCE)
         self._writing = BackgroundTask(self._write, f"tiered-kv-log-{tier}")
 
-    def follow(self, breaker: Breaker, now_s: float, lost: Callable[[], Lost]) -> None:
+    def follow(self, breaker: Breaker, now_s: float) -> None:
         """Note the breaker's state: each change, and in each step of an outage."""
         if breaker.state is not self.noted_state:
             self.noted_state = breaker.state
-            self._notice(f"breaker {breaker.state.name.lower().replace('_', ' ')}")
-        if breaker.state is BreakerState.CLOSED:
-            self.end(now_s, lost())
-        elif self.is_on:
-            self.go_on(now_s)
+            self._account.notice(f"breaker {breaker.state.name.lower().replace('_', ' ')}")
+        self.is_on = breaker.state is not BreakerState.CLOSED
+        if not self.is_on:
+            self._outage.end(now_s, self._account.lost(), self._works_again)
+        elif self._outage.is_on:
+            self._outage.go_on(now_s)
         else:
-            self.begin(now_s, breaker.cause or "lookups fail, or are not answered in time", lost())
+            cause = breaker.cause or self._with_explanation("lookups fail, or are not answered in time", "")
+            again = f"Its blocks are misses; it is tried again every {rounded_seconds(self._cooldown_s)}"
+            self._outage.begin(now_s, f"{cause}. {again}", self._account.lost())
 
-    def begin(self, now_s: float, cause: str, lost: Lost) -> None:
-        """Note that the breaker has opened, and why."""
-        self.is_on, self._is_logged = True, False
-        self._begun_s, self._cause, self._before = now_s, cause, lost
-        self.go_on(now_s)
+    def cause_of(self, is_promotion: bool, reason: str) -> str:
+        """Return why a job failed, for the log. The reason is a word of the tier's."""
+        said = self._explanation(reason) or (reason_of(reason).sentence if reason in FAILED else "")
+        return f"{'loads' if is_promotion else 'stores'} fail: {said or 'the tier names the reason'} ('{reason}')"
 
-    def go_on(self, now_s: float) -> None:
-        """Log an outage that was not logged when it began, if it may be logged now."""
-        self._now_s = now_s
-        if self._is_logged or self._limit.take() is None:
+    def note_store(self, is_stored: bool, reason: str, now_s: float) -> None:
+        """Note the end of a store: the storage is full if all find no room for a while."""
+        if is_stored:
+            self.lacks_room = False
+            self._full.end(now_s, self._account.lost(), self._has_room_again)
+        elif reason_of(reason).fate is not Fate.NO_SPACE:
             return
-        self._is_logged = True
-        again = f" ({self._unsaid} outages before it were not logged)" if self._unsaid else ""
-        self._unsaid = 0
-        self._say(
-            f"tier '{self._tier}' is out of use{again}: {self._cause}. Its blocks are misses; it is tried again every "
-            f"{rounded_seconds(self._cooldown_s)}"
-        )
-
-    def end(self, now_s: float, lost: Lost) -> None:
-        """Note that the breaker has closed; log it if its opening was logged."""
-        self.is_on = False
-        self._unsaid += not self._is_logged
-        if self._is_logged:
-            stores, loads = (after - before for after, before in zip(lost, self._before, strict=True))
-            self._say(
-                f"tier '{self._tier}' works again after {rounded_seconds(now_s - self._begun_s)}; meanwhile "
-                f"{stores:,} blocks were not stored there, and {loads:,} not loaded"
-            )
+        elif self._full.is_on:
+            self._full.go_on(now_s)
+        elif not self.lacks_room:
+            self.lacks_room, self._no_room_since_s = True, now_s
+        elif now_s - self._no_room_since_s >= self._cooldown_s:
+            about = "Blocks that it has can be loaded; a store is tried each time"
+            self._full.begin(now_s, f"{self.cause_of(False, reason)}. {about}", self._account.lost())
 
     def disable(self, why: str) -> None:
-        self._notice(f"disabled: {why}")
+        self._account.notice(f"disabled: {why}")
         self._say(f"tier '{self._tier}' is not used any more until this process ends: {why}")
+
+    def _works_again(self, seconds: float, lost: Lost) -> str:
+        return (
+            f"tier '{self._tier}' works again after {rounded_seconds(seconds)}; meanwhile {lost.stores:,} blocks were "
+            f"not stored there, and {lost.loads:,} not loaded"
+        )
+
+    def _has_room_again(self, seconds: float, lost: Lost) -> str:
+        after = f"after {rounded_seconds(seconds)}; meanwhile {lost.stores:,} blocks were not stored there"
+        return f"tier '{self._tier}' has room again {after}"
+
+    def _explanation(self, reason: str) -> str:
+        explained = self._explain(reason)
+        return " ".join(explained.split())[:_EXPLANATION_CHARACTERS_MAX] if isinstance(explained, str) else ""
+
+    def _with_explanation(self, cause: str, reason: str) -> str:
+        explanation = self._explanation(reason)
+        return f"{cause}: {explanation}" if explanation else cause
 
     def _say(self, line: str) -> None:
         self._lines.append(line)

@@ -48,6 +48,7 @@ class WrapperTier(SecondaryTierManager):
     take_events = _passed_on("take_events")
     stats = _passed_on("stats")
     describe = _passed_on("describe")
+    explain_failure = _passed_on("explain_failure")
     shutdown = _passed_on("shutdown")
 
     def get_finished(self) -> Iterable[JobResult]:

@@ -22,6 +22,7 @@ from tiered_kv.errors import TierError
 from tiered_kv.log_limit import LogLimit
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.lookups import BatchedLookups, Probe
+from tiered_kv.toolkit.failure_texts import OF_LOOKUPS, FailureTexts
 from tiered_kv.toolkit.jobs import ALL_DONE, Climb, Job, Outcome, Part, PartQueue, failure_reason
 
 _log = logging.getLogger("tiered_kv.toolkit")
@@ -96,6 +97,7 @@ class QueuedTier(SecondaryTierManager):
         self._next_deadline = math.inf  # the earliest of the jobs in flight, or earlier
         self._job_results: deque[JobResult] = deque()  # workers append
         self._log_limit = LogLimit()
+        self._failure_texts = FailureTexts()
         self._is_shut_down = False
         self._lacks_worker = False  # one could not be started: the next step, or the others, try again
 
@@ -158,6 +160,9 @@ class QueuedTier(SecondaryTierManager):
                         self._batched_lookups.correct(key, job.metadata.req_context.req_id)
             finished.append(result)
         return finished
+
+    def explain_failure(self, reason: str) -> str:
+        return self._failure_texts.of(reason)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if self._batched_lookups.answers:
@@ -298,11 +303,13 @@ class QueuedTier(SecondaryTierManager):
         kind = f"{operation} raised {type(error).__name__}"
         if isinstance(error, OSError) and type(error).__module__ == "builtins" and error.errno:
             kind += f" ({os.strerror(error.errno)})"
+        text = scrub(error.message, set()) if isinstance(error, TierError) else kind
+        self._failure_texts.note(OF_LOOKUPS if operation == "contains_blocks" else reason, text)
         if self._log_limit.take(kind) is not None:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             what = f"{kind} at {frame.filename}:{frame.lineno}"
             if isinstance(error, TierError):
-                what = scrub(error.message, set())
+                what = text
             elif type(error) is TimeoutError:  # the place where a deadline passed tells an operator nothing
                 what = f"{operation} did not end before its deadline, counted as '{reason}'"
             _log.warning("tier '%s': %s; %s", self.name, what, self._log_limit.about)

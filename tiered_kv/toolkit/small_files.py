@@ -18,6 +18,8 @@ from typing import Any, Final
 
 from tiered_kv.log_limit import LogLimit
 from tiered_kv.permissions import FILE_MODE
+from tiered_kv.toolkit.failure_texts import OF_LOOKUPS, FailureTexts
+from tiered_kv.toolkit.jobs import failure_reason
 
 SMALL_FILE_BYTES_MAX: Final = 1 << 20
 
@@ -26,6 +28,19 @@ _SAFE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _IN_USE: Final = frozenset({errno.ENOENT, errno.EACCES, errno.EBUSY})
 _RENAMES_MAX: Final = 25
 _RENAME_PAUSE_S: Final = 0.02
+_REMEDIES: Final = {
+    errno.EROFS: "mount the file system so that it can be written; its errors are in the kernel's log",
+    errno.ENOENT: "somebody has deleted, moved or replaced the directory",
+    errno.ENOTDIR: "somebody has replaced the directory",
+    errno.EIO: "look at the disk, and at the kernel's log",
+    errno.EACCES: "give this process's user the permission",
+    errno.EPERM: "give this process's user the permission, or remove the attribute 'i' (chattr -i)",
+    errno.ENOSPC: "free the disk, or lower 'capacity'",
+    errno.EDQUOT: "raise the quota, or lower 'capacity'",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ESTALE: "mount the file system again",
+}
+"""What to do, by the number of an error."""
 _NOT_A_FILE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR})
 
 
@@ -198,6 +213,12 @@ def told(error: BaseException, place: str = "") -> str:
     return f"{words_of(error)}{path and f': {path}'}"
 
 
+def remedy_for(error: OSError) -> str:
+    """Return what to do about an error, to be added to its words; empty if that is not known."""
+    remedy = _REMEDIES.get(error.errno or 0, "")
+    return remedy and f"; {remedy}"
+
+
 def fields_of(text: bytes | str | None) -> dict[str, object]:
     """Return the fields of a JSON object; empty if `text` is not one."""
     try:
@@ -211,15 +232,21 @@ def as_text(fields: Mapping[str, object]) -> bytes:
     return (json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n").encode()
 
 
+LOOKING: Final = "looking for blocks"
+"""The operation of lookups."""
+
+
 class FirstFailures:
     """Logs failures in a place, with the system's own words; each operation and error number at a bounded rate.
 
-    Any thread may call.
+    Any thread may call. `texts` has the newest failures by `reason_of`.
     """
 
-    def __init__(self, log: logging.Logger, place: str) -> None:
+    def __init__(self, log: logging.Logger, place: str, reason_of: Callable[[OSError], str] = failure_reason) -> None:
         self._log = log
         self._place = place
+        self._reason_of = reason_of
+        self.texts = FailureTexts()
         self._limit = LogLimit()
         self.newest = ""
         """The newest failure with its path, for people, until its owner clears it."""
@@ -227,6 +254,10 @@ class FirstFailures:
     def note(self, operation: str, error: OSError) -> None:
         where = error.filename if isinstance(error.filename, str) else self._place
         self.newest = f"{operation} failed: {words_of(error)}: {where}"
+        text = self.newest + remedy_for(error)
+        self.texts.note(self._reason_of(error), text)
+        if operation == LOOKING:
+            self.texts.note(OF_LOOKUPS, text)
         if self._limit.take((operation, error.errno)) is not None:
-            text = told(error, self._place)
-            self._log.warning("%s: %s failed: %s; %s", self._place, operation, text, self._limit.about)
+            said = f"{told(error, self._place)}{remedy_for(error)}"
+            self._log.warning("%s: %s failed: %s; %s", self._place, operation, said, self._limit.about)
