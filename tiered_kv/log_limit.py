@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable
 from typing import Final
 
 PAUSE_S: Final = 600.0
+_ROUNDING_S: Final = 0.001
+"""Sums of a clock's seconds are not exact."""
 KINDS_MAX: Final = 64
 """Kinds of lines that are told apart; of further ones no line is logged until one is old."""
 
@@ -34,7 +36,7 @@ class LogLimit:
                 if len(self._kinds) >= KINDS_MAX:
                     return None
             full_s, left_out = self._kinds.get(kind, (now_s, 0))
-            if full_s - now_s > self._ahead_s:
+            if full_s - now_s > self._ahead_s + _ROUNDING_S:
                 self._kinds[kind] = full_s, left_out + 1
                 return None
             self._kinds[kind] = max(full_s, now_s) + self._pause_s, 0

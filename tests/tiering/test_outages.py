@@ -187,6 +187,14 @@ def test_a_kind_of_line_comes_again_after_a_pause_with_the_count_of_those_left_o
     assert [limit.take("a") for _ in range(3)] == [1, 0, None]
 
 
+def test_so_many_lines_come_at_once_whatever_the_clock_says() -> None:
+    clock = ManualClock()
+    for _ in range(1000):
+        clock.advance(10_000.1)
+        limit = LogLimit(60.0, 2, clock)
+        assert [limit.take() for _ in range(3)] == [0, 0, None]
+
+
 def test_kinds_without_end_take_no_memory_and_no_lines_without_end() -> None:
     clock = ManualClock()
     limit = LogLimit(60.0, 1, clock)
