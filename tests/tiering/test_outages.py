@@ -140,9 +140,11 @@ def test_each_time_that_a_storage_is_full_is_logged_when_it_begins_and_when_it_e
 
 def test_a_storage_without_room_for_a_moment_is_not_logged(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(20):
-        fail(bench, 2 * number, reason="no_space")
+        fail(bench, 3 * number, reason="no_space")
+        bench.clock.advance(COOLDOWN_S / 2)
+        fail(bench, 3 * number + 1, reason="no_space")
         bench.clock.advance(COOLDOWN_S)
-        bench.store(keys(2 * number + 1), bench.request(f"room-{number}"))
+        bench.store(keys(3 * number + 2), bench.request(f"room-{number}"))
         bench.manager.on_schedule_end()
         bench.end()
     bench.manager.shutdown()
