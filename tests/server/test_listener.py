@@ -6,14 +6,16 @@ import errno
 import fcntl
 import os
 import socket
-from contextlib import closing
+import threading
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 import tiered_kv
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.server import listener
+from tiered_kv.server.channel import connect_in_turn
 from tiered_kv.server.listener import listen
 from tiered_kv.server.protocol import PATH_BYTES_MAX
 
@@ -72,6 +74,50 @@ def test_a_server_that_ends_leaves_the_path_of_its_successor(path: Path) -> None
             assert path.is_socket()
             second.remove()
             assert not path.exists()
+
+
+@pytest.mark.parametrize("target", ["nothing", "a socket of a killed server", "a server", "a file"])
+def test_a_symbolic_link_at_the_path_stays(path: Path, target: str) -> None:
+    place = path.with_name("other.sock")
+    path.symlink_to(place)
+    why = "it is a symbolic link to .*other.sock: give that path"
+    with ExitStack() as undo:
+        if target == "a socket of a killed server":
+            left_by_a_killed_server(place)
+        elif target == "a server":
+            undo.enter_context(closing(listen(place)))
+            why = "a server listens there already"
+        elif target == "a file":
+            place.touch()
+        before = os.path.lexists(place)
+        with pytest.raises(ConfigError, match=why):
+            listen(path)
+        assert (path.is_symlink(), os.path.lexists(place)) == (True, before)
+
+
+def test_who_connects_waits_while_others_wait_to_be_accepted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as undo:
+        server, first, late = (undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in "123")
+        server.bind(str(path))
+        server.listen(0)
+        first.connect(str(path))
+        with monkeypatch.context() as patch:
+            patch.setattr("tiered_kv.server.attach.OPEN_S", 0.02)
+            with pytest.raises(TierUnavailableError, match=r"it has accepted no connection for 0\.02 s"):
+                tiered_kv.connect(f"unix:{path}")
+        closed = threading.Event()
+        late.settimeout(60.0)
+        thread = threading.Thread(target=connect_in_turn, args=(late, str(path), 60.0, closed))
+        thread.start()
+        undo.enter_context(server.accept()[0])
+        thread.join()
+        undo.enter_context(server.accept()[0])
+        closed.set()
+        first_again, more = (undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) for _ in "12")
+        first_again.connect(str(path))
+        more.settimeout(60.0)
+        with pytest.raises(OSError, match="closed"):
+            connect_in_turn(more, str(path), 60.0, closed)
 
 
 def test_a_path_that_is_too_long_says_how_long_it_may_be(tmp_path: Path) -> None:

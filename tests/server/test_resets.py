@@ -257,6 +257,25 @@ def test_a_damaged_file_counts_as_a_reset(tmp_path: Path, damage: bytes) -> None
         assert found(tmp_path) == len(KEYS)
 
 
+def test_a_file_that_others_may_control_counts_as_a_reset_and_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(tmp_path, stack_in(tmp_path)) as served:
+        store(tmp_path)
+        path = reset_path(tmp_path / "cache.sock", served.host.config.identity.digest.hex())
+    other = tmp_path / "another name"
+    other.hardlink_to(path)
+    for _ in range(2):
+        with serving(tmp_path, stack_in(tmp_path)):
+            assert found(tmp_path) == 0
+            store(tmp_path)
+    assert f"cannot write to {path}, which is taken for a reset: " in caplog.text
+    assert path.samefile(other)
+    other.unlink()
+    with serving(tmp_path, stack_in(tmp_path)):
+        assert found(tmp_path) == len(KEYS)
+
+
 def test_a_directory_that_cannot_be_written_to_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = ResetFile(tmp_path / "none" / "cache.sock", "ab" * 16)
     assert (file.fd, file.asked(), file.written) == (-1, 0, 0)

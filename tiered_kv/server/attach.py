@@ -21,7 +21,7 @@ from tiered_kv.errors import ConfigError, ResourceError, TieredKVError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.server import protocol
 from tiered_kv.server.allocation import charge_of
-from tiered_kv.server.channel import Channel
+from tiered_kv.server.channel import Channel, connect_in_turn
 from tiered_kv.server.memory import map_generations, map_host_region
 from tiered_kv.server.protocol import Hello, ProtocolError, Welcome
 from tiered_kv.server.reset_file import ResetNotes
@@ -347,7 +347,7 @@ class Attachment:
             if self._closed.is_set():
                 raise OSError("closed")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_BYTES)
-            sock.connect(self._path)
+            connect_in_turn(sock, self._path, OPEN_S, self._closed)
             notes = self.resets.count
             body = protocol.to_json(self.hello)
             with suppress(BrokenPipeError):  # it has refused this process already: what it sent comes next

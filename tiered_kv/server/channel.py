@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Final
 
 from tiered_kv.server.protocol import (
     HEADER,
@@ -21,6 +24,8 @@ from tiered_kv.server.protocol import (
     ProtocolError,
     messages_of,
 )
+
+_QUEUED_S: Final = 0.01  # between two tries while others wait to be accepted
 
 
 class Channel:
@@ -147,3 +152,19 @@ class Channel:
             self._packets.append(bytes(self._packet))
             self._waiting_bytes += len(self._packet)
             self._packet = bytearray()
+
+
+def connect_in_turn(sock: socket.socket, path: str, wait_s: float, closed: threading.Event) -> None:
+    """Connect; wait while a server has not yet accepted others who came before. Any thread may call.
+
+    Raises `OSError`: no server listens, it has accepted nobody for `wait_s`, or `closed` was set meanwhile.
+    """
+    end_s = time.monotonic() + wait_s
+    while True:
+        try:
+            return sock.connect(path)
+        except BlockingIOError:  # as many wait as its socket allows
+            if time.monotonic() >= end_s:
+                raise TimeoutError(f"it has accepted no connection for {wait_s:g} s") from None
+        if closed.wait(_QUEUED_S):
+            raise OSError("closed")

@@ -54,6 +54,9 @@ class Listener(socket.socket):
             raise
 
     def _listen(self, mode: int) -> None:
+        if self.path.is_symlink() and not _is_listened_at(self.path):  # it is not ours to remove
+            why = f"it is a symbolic link to {os.readlink(self.path)}: give that path, or remove the link"
+            raise ConfigError(f"cannot listen at {self.path}: {why}", location="--socket")
         if self.path.is_socket() and not _is_listened_at(self.path):
             self.path.unlink(missing_ok=True)
         self.bind(str(self.path))

@@ -3,7 +3,7 @@
 A namespace has one, beside the server's socket. It begins with a number: how many resets the tiers below have written.
 Whoever asks for a reset appends a byte, and then sends RESET. So the file's length says how many were asked for. A
 server that finds another number there, at its start or later, resets the namespace. It changes the number once all
-tiers have written the reset. What is damaged counts as asked for.
+tiers have written the reset. What is damaged, or another user's, counts as asked for.
 
 The server hands schedulers a descriptor of the file. They can append whatever user they are, wherever the socket is in
 their container, and when the server has gone. The file is never replaced or cut while it has a name.
@@ -48,16 +48,21 @@ class ResetFile:
     def __init__(self, socket_path: Path | None, namespace: str) -> None:
         self.fd = self._own_fd = -1
         self._asked = 0
+        self._is_unknown = False
         folders = [] if socket_path is None else [socket_path.parent]
         folders += [Path(each) for each in os.environ.get("STATE_DIRECTORY", "").split(":")[:1] if each and folders]
         why = ""
         for folder in folders:
             assert socket_path is not None
+            path = reset_path(folder / socket_path.name, namespace)
             try:
-                self._open(reset_path(folder / socket_path.name, namespace))
+                self._open(path)
+                self._is_unknown = False
                 return
             except OSError as error:
                 self.close()
+                if os.path.lexists(path):
+                    self._is_unknown, why = True, f"{path}, which is taken for a reset: {error.strerror or error}"
                 why = why or f"{folder}: {error.strerror or error}"
         if why:
             _log.warning(
@@ -91,6 +96,8 @@ class ResetFile:
     @property
     def written(self) -> int:
         """How many resets the tiers have written; -1 if that is not known."""
+        if self._is_unknown:
+            return -1
         data = os.pread(self._own_fd, _WRITTEN.size, 0) if self._own_fd >= 0 else _WRITTEN.pack(0)
         return int(_WRITTEN.unpack(data)[0]) if len(data) == _WRITTEN.size else -1
 
