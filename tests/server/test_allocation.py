@@ -9,6 +9,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tiered_kv
@@ -136,6 +137,28 @@ def test_a_server_whose_first_rows_are_refused_does_not_start(tmp_path: Path, pa
     pages.refused_from = 0
     with pytest.raises(ResourceError, match="the rows' memory cannot be allocated: Bad address"), serving(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("refused_from", [5 * CHUNK_BYTES, 1 << 62])
+def test_blocks_that_are_larger_than_what_the_start_waits_for(refused_from: int, tmp_path: Path, pages: Pages) -> None:
+    pages.refused_from = refused_from
+    pages.may_go_on.clear()
+    stack = {
+        "namespace": {"model": "m"},
+        "block": {"bytes": 3 * CHUNK_BYTES},
+        "primary": {"capacity": 12 * CHUNK_BYTES},
+    }
+    blocks, found = np.full((1, 3 * CHUNK_BYTES), 7, np.uint8), np.zeros((1, 3 * CHUNK_BYTES), np.uint8)
+    with serving(tmp_path, stack) as served, tiered_kv.connect(served.address) as cache:
+        assert served.host.region.ready_rows == 0
+        assert cache.put([b"a"], blocks, timeout=0.0) == 0
+        assert cache.get([b"a"], found, timeout=0.0) == 0
+        pages.may_go_on.set()
+        rows = wait_for_rows(served)
+        assert rows == (1 if refused_from < 1 << 62 else 4)
+        wait_until(lambda: rows == 1 or cache.put([b"a"], blocks) == 1)
+        assert rows == 1 or cache.get([b"a"], found) == 1
+        assert rows == 1 or (found == 7).all()
 
 
 def test_rows_leave_memory_free_for_everything_else(

@@ -131,7 +131,7 @@ class HostRegion(SealedRegion):
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
             if prefault and self._allocation is None:
                 self._allocation = self._begun(self.array.ctypes.data, mmap.PAGESIZE)
-                if self._allocation.ready_bytes < self._least_bytes:
+                if self._allocation.refusal and self._allocation.ready_bytes < self._least_bytes:
                     raise ResourceError(self._allocation.refusal)
             if self._allocation is not None:
                 self._allocation.go_on()
