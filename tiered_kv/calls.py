@@ -162,7 +162,7 @@ def end_of(timeout: float) -> float:
     Raises:
         TypeError, ValueError: It is no number of seconds, such as None or NaN: a call would wait without a limit.
     """
-    if not isinstance(timeout, Real):
+    if type(timeout) is not float and not isinstance(timeout, Real):  # the first is faster
         raise TypeError(f"a timeout is a number of seconds, math.inf for no limit; found {timeout!r}")
     seconds = float(timeout)
     if math.isnan(seconds):

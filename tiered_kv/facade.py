@@ -182,9 +182,6 @@ class BlockFacade(StackCalls[M]):
         count = len(keys) if has_secondary else _fitting(keys, self.region.num_blocks)
         done, batches = 0, 0
         with self._request("put", hints, epoch) as context:
-            if not has_secondary:
-                with self._lock:
-                    self._manager.spare_own(context)
             batch, pause_s = self._batch_blocks, PAUSE_MIN_S
             while done < count:
                 if self._manager.stores_nothing_of(context):
@@ -193,7 +190,7 @@ class BlockFacade(StackCalls[M]):
                 # Wait until every tier has reserved room; a tier without room skips them.
                 is_reserved = has_secondary and self._wait(partial(self._manager.reserve_stores, stop - done), end_s)
                 reserved = stop - done if is_reserved else 0
-                if has_secondary and not is_reserved:  # no tier takes them: each must not evict one before it
+                if done and not is_reserved:  # no tier takes them: none must evict one before it
                     with self._lock:
                         self._manager.spare_own(context)
                 if self._store(keys[done:stop], blocks[done:stop], context, reserved, end_s):

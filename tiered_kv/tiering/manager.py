@@ -177,7 +177,7 @@ class TieringOffloadingManager(CalledManager):
 
     def _lookup_prefix(self, keys: Sequence[OffloadKey], state: RequestState) -> list[bool | None]:
         answers = self._answer_prefix(keys, state)
-        needed = next((key for key, answer in zip(keys, answers, strict=True) if not answer), None)
+        needed = None if all(answers) else keys[next(index for index, answer in enumerate(answers) if not answer)]
         self._search.room.note(state, needed)
         return answers
 
@@ -190,6 +190,8 @@ class TieringOffloadingManager(CalledManager):
         if req_context.req_id in self._load_skippers or state.lookups.timed_out:
             return self.lookup_many(keys, req_context)  # which asks no tier, or none that has failed this request
         below = [key for key in keys if key not in self._primary_blocks]  # the others are there, or being written
+        if not below:
+            return self.lookup_many(keys, req_context)
         found = dict(zip(below, self.contains_many(below, req_context), strict=True))
         end = next((index for index, key in enumerate(keys) if found.get(key) is False), len(keys))
         asked = [*keys[:end], *(key for key in keys[end:] if found.get(key) is False)]

@@ -43,8 +43,7 @@ class RoomQueue:
     def note(self, state: RequestState, needed: OffloadKey | None) -> None:
         """Note what a lookup has found; `needed` is the first block that is not ready."""
         lacking = state.loads.lacking
-        may_come = needed in state.loads.promoting or any(key == needed for key, _ in state.lookups.unanswered)
-        if lacking is None or needed is None or may_come:
+        if lacking is None or needed is None or self._may_come(needed, state):
             self.leave(state)
             return
         queue = self._waiting.setdefault(lacking[1], {})
@@ -54,12 +53,16 @@ class RoomQueue:
         self._promotions.release(state)
 
     def is_waiting(self, state: RequestState) -> bool:
-        return any(state in queue for queue in self._waiting.values())
+        return bool(self._waiting) and any(state in queue for queue in self._waiting.values())
 
     def leave(self, state: RequestState) -> None:
         """Forget a request that lacks no room any more, or has ended."""
         for queue in self._waiting.values():
             queue.pop(state, None)
+
+    @staticmethod
+    def _may_come(key: OffloadKey, state: RequestState) -> bool:
+        return key in state.loads.promoting or any(asked == key for asked, _ in state.lookups.unanswered)
 
     def _is_behind(self, state: RequestState, guarded: GuardedTier | None) -> bool:
         first, since_s = next(iter(self._waiting.get(guarded, {}).items()), (state, 0.0))
