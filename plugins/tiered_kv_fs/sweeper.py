@@ -104,7 +104,9 @@ class DirectorySweeper:
                         has_surveyed = True
                         if not self._survey():
                             return Sweep.BUSY
-                    elif missing_bytes is None or not self._spared:  # a second survey would find no more
+                    elif missing_bytes is None:  # the ledger was lost, or written over, since the survey
+                        return Sweep.BUSY
+                    elif not self._spared:  # a second survey would find no more
                         return Sweep.FULL
                     else:  # all are in use: the least recently used ones must go
                         self._candidates, self._spared = deque(sorted(self._spared, reverse=True)), []

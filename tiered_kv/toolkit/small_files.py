@@ -26,7 +26,7 @@ SMALL_FILE_BYTES_MAX: Final = 1 << 20
 _SAFE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """O_NONBLOCK: to open a pipe in place of the file does not wait for its other end."""
 _IN_USE: Final = frozenset({errno.ENOENT, errno.EACCES, errno.EBUSY})
-_RENAMES_MAX: Final = 25
+_RENAME_S: Final = 0.5
 _RENAME_PAUSE_S: Final = 0.02
 _REMEDIES: Final = {
     errno.EROFS: "mount the file system so that it can be written; its errors are in the kernel's log",
@@ -105,16 +105,16 @@ def put_in_place(temporary: str, path: str, *, dir_fd: int | None = None) -> Non
     SMB refuses that with ENOENT while others have the older file open, which is removed once they close it (Linux 6.12
     with Samba 4.22). So this is tried again for a moment.
     """
-    for _ in range(_RENAMES_MAX - 1):
+    end_s = time.monotonic() + _RENAME_S
+    while True:
         try:
             os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         except OSError as error:
-            if error.errno not in _IN_USE or not _exists(temporary, dir_fd):
+            if error.errno not in _IN_USE or time.monotonic() >= end_s or not _exists(temporary, dir_fd):
                 raise
             time.sleep(_RENAME_PAUSE_S)
         else:
             return
-    os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
 
 def _exists(path: str, dir_fd: int | None) -> bool:
