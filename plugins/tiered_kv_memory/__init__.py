@@ -1,4 +1,18 @@
-"""The memory tier: block records in this process's memory. An example for authors of tiers."""
+"""The memory tier: block records in this process's memory. It is also the example for authors of tiers.
+
+Who calls it, and on which thread. The stack finds the tier by `tiered_kv_register_tiers` below. The scheduler's thread
+calls `tier.MemoryTier`: `lookup` reads the dictionary, and `touch` reorders it, without a lock. The toolkit's worker
+threads (`tiered_kv/toolkit/blocking.py`) call `store_blocks` and `load_blocks`. `MemoryTier._records_lock` guards every
+other change. No thread holds it while it copies a block.
+
+What must stay true. Records, removed records that a load still reads, and stores in flight take at most the capacity. A
+load verifies its record. A store from before a reset adds no block.
+
+One ordered dictionary from key to record has everything, the least recently used record first. A store makes room
+before it copies: it evicts from the front (`_make_room`). A load counts as a reader of its record, whose memory counts
+until the last reader has ended. A reset sets the dictionary aside; later stores and loads release its records in
+portions (`_sweep`). Nothing outlives the process.
+"""
 
 from __future__ import annotations
 
