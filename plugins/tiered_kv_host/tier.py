@@ -149,11 +149,18 @@ class HostTier(BlockingTier):
                 self._manager.await_message(AWAIT_S)
 
     def _note_uses(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Ask the server which blocks it has in memory, which counts as a use of them there, and in its tiers."""
-        if self._manager.is_attached:
-            with self._request() as context, self._lock:
-                self._manager.ask_known(lambda: names_of(keys), context)
-        return ()
+        """Tell the server of uses, which count in its memory and in its tiers; return blocks that it has nowhere.
+
+        One that was started anew has lost its memory, and its engines would compute what this process keeps.
+        """
+        link = self._manager.link
+        if link is None:
+            return ()
+        with self._request() as context, self._lock:
+            self._manager.ask_known(lambda: names_of(keys), context)
+        answers = self.contains_blocks(keys)
+        is_same = self._manager.link is link  # else it was away, and has not answered
+        return [key for key, is_there in zip(keys, answers, strict=True) if not is_there] if is_same else ()
 
     def close(self) -> None:
         self._idle_poll.stop()
@@ -164,6 +171,9 @@ class HostTier(BlockingTier):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._touches.note(keys)
+
+    def take_absent(self) -> list[OffloadKey]:
+        return self._touches.take_absent()
 
     def shutdown(self) -> None:
         self._touches.stop(_TOUCH_TIMEOUT_S)

@@ -6,7 +6,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,27 @@ def test_a_use_in_the_memory_of_a_process_is_a_use_in_the_servers_memory(tmp_pat
                 return served.count(last_use) > before
 
             wait_until(is_used, timeout_s=WAIT_S)
+
+
+def test_what_a_process_uses_in_its_memory_is_stored_again_in_a_server_that_was_started_anew(tmp_path: Path) -> None:
+    stack = {"namespace": {"model": "test"}, "block": {"bytes": BLOCK_BYTES}, "primary": {"capacity": 16 * BLOCK_BYTES}}
+    entry = {"type": "host", "socket": f"unix:{tmp_path}/cache.sock", "lookup_timeout": "20s"}
+    hashes = [key[:-4] for key in KEYS[:8]]
+    with ExitStack() as undo:
+        with serving(tmp_path):
+            process = undo.enter_context(open_stack({**stack, "secondary": [entry]}))
+            assert process.put(hashes, np.ones((8, BLOCK_BYTES), np.uint8), timeout=WAIT_S) == 8
+            assert process.flush(WAIT_S)
+        with serving(tmp_path) as served, process_of(served.address) as another:
+            assert another.contains(KEYS[:8]) == 0
+
+            def is_stored() -> bool:
+                assert len(process.get(hashes[:4], timeout=WAIT_S)) == 4
+                return another.contains(KEYS[:4]) == 4
+
+            wait_until(is_stored, timeout_s=WAIT_S)
+            assert another.contains(KEYS[4:8]) == 0, "nobody uses these"
+        process.close()
 
 
 def last_use(host: Any) -> int:
