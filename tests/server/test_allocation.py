@@ -161,18 +161,58 @@ def test_blocks_that_are_larger_than_what_the_start_waits_for(refused_from: int,
         assert rows == 1 or (found == 7).all()
 
 
-def test_rows_leave_memory_free_for_everything_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def free_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What is free of the memory: the last number, once all others were asked for."""
+    free = [ROWS * BLOCK_BYTES]
+    monkeypatch.setattr(allocation, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(
+        Limits, "free_memory", lambda *_, **__: [Limit(free.pop(0) if len(free) > 1 else free[0], "memory.max")]
+    )
+    return free
+
+
+SPARE_BYTES = ROWS * BLOCK_BYTES // memory.SPARE_SHARE
+
+
+def test_rows_leave_memory_free_for_everything_else_until_there_is_more(
+    tmp_path: Path, free_bytes: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other processes fill the memory meanwhile: to go on would let the kernel kill one of them, or the server."""
-    spare, left = ROWS * BLOCK_BYTES // memory.SPARE_SHARE, iter(range(4, -1, -1))
-    free = iter([ROWS * BLOCK_BYTES])
-    monkeypatch.setattr(
-        Limits, "free_memory", lambda *_, **__: [Limit(next(free, 0) or spare + next(left) * CHUNK_BYTES, "memory.max")]
-    )
+    free_bytes += [SPARE_BYTES + left * CHUNK_BYTES for left in (4, 3, 2, 1, 0)]
     with serving(tmp_path, stack_of(ROWS)) as served:
-        assert wait_for_rows(served) == 5 * CHUNK_ROWS
-    assert "cannot be allocated: 128KiB are free (memory.max), of which 128KiB are spared" in caplog.text
+        region = served.host.region
+        wait_until(lambda: "until more are free" in caplog.text)
+        wait_until(lambda: region.ready_rows == 5 * CHUNK_ROWS)
+        assert region.is_allocating
+        assert store_all(served.engine()) <= set(range(5 * CHUNK_ROWS))
+        assert allocated_bytes(region.fd) == 5 * CHUNK_BYTES
+        free_bytes += [1 << 40]
+        assert wait_for_rows(served) == ROWS
+    said = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert said == [
+        "128KiB are free (memory.max), of which 128KiB are spared: "
+        "the server uses the rows in 320KiB of 1MiB until more are free"
+    ]
+
+
+def test_a_server_that_waits_for_memory_ends_at_once(free_bytes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation, "LOOK_AGAIN_S", 3600.0)
+    free_bytes += [SPARE_BYTES]
+    region = HostRegion(ROWS, BLOCK_BYTES, prefault=True)
+    assert region.ready_rows == CHUNK_ROWS
+    region.close()
+
+
+def test_without_a_thread_no_start_waits_for_memory(free_bytes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> threading.Thread:
+        raise ResourceError("no thread")
+
+    monkeypatch.setattr(allocation, "start_thread", refuse)
+    free_bytes += [SPARE_BYTES + CHUNK_BYTES, SPARE_BYTES]
+    with closing(HostRegion(ROWS, BLOCK_BYTES, prefault=True)) as region:
+        assert region.ready_rows == 2 * CHUNK_ROWS
+        assert not region.is_allocating
 
 
 @pytest.mark.parametrize("code", [0, errno.ENOSPC])

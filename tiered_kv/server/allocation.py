@@ -28,6 +28,8 @@ CHUNK_BYTES: Final = 4 << 20
 """What one call of the kernel allocates. Meanwhile, a few milliseconds, the process can map no other memory."""
 FIRST_BYTES: Final = 64 << 20
 """What is allocated before the start goes on: some tens of milliseconds."""
+LOOK_AGAIN_S: Final = 2.0
+"""While little memory is free, perhaps since an engine loads its model."""
 _THREADS: Final = 4
 _NICE: Final = 10
 """The server already answers, and engines run: what they need of the processors goes first."""
@@ -61,7 +63,8 @@ class RowAllocation:
         self._fd, self._address, self._size_bytes = fd, address, size_bytes
         self._chunk_bytes = max(CHUNK_BYTES, page_bytes)
         self._room = room
-        self._looking = threading.Lock()  # one thread looks for room at a time
+        self._looking = threading.Lock()  # one thread looks for room at a time, and waits for it
+        self._closed = threading.Event()
         self._lock = threading.Lock()  # guards all below, and is never held across a call of the kernel
         self._next = 0
         self._end = size_bytes
@@ -70,6 +73,7 @@ class RowAllocation:
         """Lengths of chunks that are allocated, by their offsets, behind one that is not."""
         first_bytes = max(FIRST_BYTES, self._chunk_bytes)  # whoever opens the stack has looked
         self._allowed_bytes = size_bytes if room is None else min(size_bytes, first_bytes)
+        self._is_waiting = self._may_wait = False
         self._running = 0
         self._threads: list[threading.Thread] = []
         self.refusal = ""
@@ -84,16 +88,17 @@ class RowAllocation:
     def go_on(self) -> None:
         """Start to allocate the rest in the background, after `begin`.
 
-        The threads log each tenth; the time is the kernel's, which clears the pages. If the system gives no thread, it
-        is done here.
+        The threads log each tenth; the time is the kernel's, which clears the pages. Where little memory is free, they
+        wait until more is. If the system gives no thread, it is done here.
         """
-        self._running = _THREADS + 1
+        self._running, self._may_wait = _THREADS + 1, True
         with suppress(ResourceError):
             for number in range(_THREADS if self._next < self._end else 0):
                 self._threads.append(start_thread(self._run, f"tiered-kv-prefault-{number}"))
         with self._lock:
             self._running -= _THREADS - len(self._threads)
         if not self._threads:
+            self._may_wait = False
             self._work()
         self._leave()
 
@@ -101,6 +106,7 @@ class RowAllocation:
         """Stop. It waits for one chunk at most."""
         with self._lock:
             self._end = 0
+        self._closed.set()
         for thread in self._threads:
             thread.join()
         self._threads.clear()
@@ -128,22 +134,36 @@ class RowAllocation:
             _log.error("%s; only the rows in %s of %s are used; %s", self.refusal, ready, wanted, advice)
 
     def _take(self) -> tuple[int, int] | None:
-        """Return the offset and the length of the next chunk; None if there is none, or no room for it."""
+        """Return the offset and the length of the next chunk, once there is room for it; None if there is none."""
         with self._looking:
+            while True:
+                with self._lock:
+                    offset, length = self._next, min(self._chunk_bytes, self._end - self._next)
+                    if length <= 0:
+                        return None
+                    if self._allowed_bytes >= length:
+                        self._next += length
+                        self._allowed_bytes -= length
+                        return offset, length
+                self._await_room(length)
+
+    def _await_room(self, wanted: int) -> None:
+        """Look how much memory is free; while it is too little, wait for a while."""
+        assert self._room is not None, "reserved pages have room"
+        room_bytes, why = self._room(wanted)  # reads files of the kernel
+        if room_bytes >= wanted:
+            self._is_waiting = False
             with self._lock:
-                offset, length = self._next, min(self._chunk_bytes, self._end - self._next)
-                allowed_bytes = self._allowed_bytes
-            if length <= 0:
-                return None
-            if allowed_bytes < length and self._room is not None:
-                allowed_bytes, why = self._room(length)  # reads files of the kernel
-                if allowed_bytes < length:
-                    self._refuse(offset, why)
-                    return None
-            with self._lock:
-                self._next += length
-                self._allowed_bytes = allowed_bytes - length
-            return offset, length
+                self._allowed_bytes = room_bytes
+            return
+        if not self._may_wait:
+            self._refuse(self._next, why)
+            return
+        if not self._is_waiting:
+            self._is_waiting = True
+            begun, size = rounded_bytes(self._next), rounded_bytes(self._size_bytes)
+            _log.warning("%s: the server uses the rows in %s of %s until more are free", why, begun, size)
+        self._closed.wait(LOOK_AGAIN_S)
 
     def _allocate_chunk(self, offset: int, length: int) -> None:
         try:
