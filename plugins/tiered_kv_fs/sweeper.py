@@ -112,7 +112,8 @@ class DirectorySweeper:
                         self._candidates, self._spared = deque(sorted(self._spared, reverse=True)), []
                         spares_used = False
                 else:
-                    self.on_age(time.time() + self._candidates[0][0] / 1e9)
+                    if spares_used:  # else the uses that were written for this sweep would make all blocks look young
+                        self.on_age(time.time() + self._candidates[0][0] / 1e9)
                     self._evict(missing_bytes, spares_used)
                 missing_bytes = self._missing_bytes(wanted_bytes)
             return Sweep.DONE

@@ -17,6 +17,7 @@ from tiered_kv.testing.rig import make_keys
 from tiered_kv_fs.ledger import DirectoryLedger, Holder
 from tiered_kv_fs.locks import locked
 from tiered_kv_fs.names import TEMPORARY_BLOCK
+from tiered_kv_fs.tier import FsTier
 
 BLOCK_BYTES = 65_536
 CAPACITY_BYTES = 8 << 20
@@ -95,7 +96,11 @@ def test_temporary_files_of_a_lapsed_writer_are_removed_and_young_ones_stay(open
 def test_blocks_make_room_also_if_all_were_used_since_they_were_listed(
     open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def use_all(tier: object, oldest_s: float) -> None:
+    sweeps: list[tuple[object, object]] = []
+
+    def use_all(tier: FsTier, oldest_s: float) -> None:
+        stats = tier.stats()
+        sweeps.append((stats["surveys_total"], stats["evicted_blocks_total"]))
         for block in fs_blocks(path):
             with suppress(FileNotFoundError):
                 os.utime(block)
@@ -107,6 +112,7 @@ def test_blocks_make_room_also_if_all_were_used_since_they_were_listed(
     assert rig.tier.stats()["failed_calls_total"] == {}
     assert rig.tier.stats()["evicted_blocks_total"] > 0
     assert occupied_bytes(path) <= CAPACITY_BYTES
+    assert len(sweeps) == len(set(sweeps)), "ages were learned from the uses that a sweep had written itself"
 
 
 def test_foreign_files_that_leave_no_room_fail_stores_at_once(open_rig: OpenRig, path: Path) -> None:
