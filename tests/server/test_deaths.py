@@ -121,6 +121,27 @@ def test_an_engine_that_is_stopped_keeps_its_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_each_silence_of_a_server_is_logged_when_it_begins_and_when_it_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with server_process(tmp_path) as process:
+        engine = Engine(f"unix:{tmp_path}/cache.sock", "first")
+        engine.store(KEYS)
+        for number in (1, 2):
+            process.send_signal(signal.SIGSTOP)
+            context = engine.begin()
+            engine.manager.prefetch(KEYS, context)
+            engine.step_until(lambda: not engine.manager.is_attached)
+            engine.end(context)
+            lines = [each for each in caplog.messages if "does not answer: every block is a miss" in each]
+            assert len(lines) == number
+            process.send_signal(signal.SIGCONT)
+            engine.step_until(lambda: engine.manager.is_attached)
+            assert len([each for each in caplog.messages if "answers again after" in each]) == number
+        engine.close()
+
+
+@pytest.mark.slow
 def test_an_engine_goes_on_while_the_server_is_stopped(tmp_path: Path) -> None:
     with server_process(tmp_path) as process:
         engine = Engine(f"unix:{tmp_path}/cache.sock", "first")

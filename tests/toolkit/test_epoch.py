@@ -176,6 +176,18 @@ def test_a_damaged_mark_that_an_opening_finds_is_counted_and_logged(
     assert "tier 'far': the epoch's mark is damaged" in caplog.text
 
 
+def test_a_mark_that_is_lost_again_and_again_does_not_fill_the_log(
+    storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    epoch = Epoch(storage, tier="far")
+    epoch.saved_value(NEVER)
+    for _ in range(30):
+        storage.data = None
+        check(epoch)
+    assert epoch.repairs == 30
+    assert len([each for each in caplog.messages if "lost the epoch's mark" in each]) == 6
+
+
 def test_checks_are_made_now_and_then_or_when_there_is_a_doubt(storage: Storage) -> None:
     now_s = 0.0
     epoch = Epoch(storage, clock=lambda: now_s)

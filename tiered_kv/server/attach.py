@@ -18,6 +18,7 @@ import numpy as np
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError, TieredKVError
+from tiered_kv.log_limit import LogLimit
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.server import protocol
 from tiered_kv.server.allocation import charge_of
@@ -27,6 +28,7 @@ from tiered_kv.server.protocol import Hello, ProtocolError, Welcome
 from tiered_kv.server.reset_file import ResetNotes
 from tiered_kv.server.welcome import check_files, welcome_of
 from tiered_kv.threads import start_thread
+from tiered_kv.tiering.spell import LOGGED_AT_ONCE, LOGGED_PAUSE_S
 
 SCHEME: Final = "unix:"
 RETRY_MIN_S: Final = 0.05
@@ -169,10 +171,10 @@ class Attachment:
     def __init__(self, address: str, hello: Hello, *, maps_rows: bool = True) -> None:
         if not address.startswith(SCHEME) or len(address) == len(SCHEME):
             raise ConfigError(f"expected 'unix:' and the path of a socket, found {address!r}", location="attach")
-        self._path = address.removeprefix(SCHEME)
-        protocol.check_path(self._path, "attach")
+        self.path = address.removeprefix(SCHEME)
+        protocol.check_path(self.path, "attach")
         self.hello = hello
-        self.resets = ResetNotes(self._path, hello.settings)
+        self.resets = ResetNotes(self.path, hello.settings)
         self._maps_rows = maps_rows
         self._ready: HostLink | None = None
         self._wanted = threading.Event()
@@ -181,6 +183,7 @@ class Attachment:
         self._opening: socket.socket | None = None
         self._thread: threading.Thread | None = None
         self._told = ""
+        self._limit = LogLimit(LOGGED_PAUSE_S, 2 * LOGGED_AT_ONCE)
         self._blocks: tuple[str, int] | None = None
         """Namespace, and bytes of a row, of the first connection; no later one may have others."""
         self._unused: socket.socket | None = None
@@ -254,10 +257,10 @@ class Attachment:
                 sock.close()
 
     def lost(self, why: str) -> None:
-        """Log once that there is no server, and why."""
-        if why != self._told:
+        """Log that there is no server, and each new reason, at a bounded rate."""
+        if why != self._told and self._limit.take() is not None:
             self._told = why
-            _log.warning("no cache at %s: %s; every block is a miss until it is there", self._path, why)
+            _log.warning("no cache at %s: %s; every block is a miss until it is there", self.path, why)
 
     def close(self) -> None:
         """Stop to connect; a connection that nobody has taken is closed."""
@@ -326,7 +329,7 @@ class Attachment:
         level, payer = logging.WARNING if self._told else logging.INFO, ""
         if link.welcome.prefault:
             payer = ": the server allocates its rows (prefault)"
-        _log.log(level, "attached to the host's cache at %s%s", self._path, payer)
+        _log.log(level, "attached to the host's cache at %s%s", self.path, payer)
         self._told = ""
         if link.region is not None and not link.welcome.prefault:
             _log.warning("%s", charge_of(link.welcome.rows * link.welcome.row_bytes))
@@ -347,7 +350,7 @@ class Attachment:
             if self._closed.is_set():
                 raise OSError("closed")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SNDBUF_BYTES)
-            connect_in_turn(sock, self._path, OPEN_S, self._closed)
+            connect_in_turn(sock, self.path, OPEN_S, self._closed)
             notes = self.resets.count
             body = protocol.to_json(self.hello)
             with suppress(BrokenPipeError):  # it has refused this process already: what it sent comes next

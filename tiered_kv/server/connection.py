@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink, reason_for
 from tiered_kv.server.protocol import Message, ProtocolError
+from tiered_kv.tiering.spell import Lost, Spell
 
 PACKETS_A_TURN: Final = 64
 RESET_S: Final = 60.0
@@ -17,6 +20,11 @@ RESET_S: Final = 60.0
 its tiers had written that."""
 SPARE_S: Final = 1.0
 """How long an engine keeps rows that its stores do not need."""
+_log = logging.getLogger(__name__)
+_SILENT: Final = (
+    "every block is a miss until it does; see whether its process was stopped (state T or D in ps), or its machine is "
+    "overloaded"
+)
 _ANSWERED: Final = frozenset((protocol.ACQUIRE, protocol.GRANT))
 """Messages that the server owes an answer."""
 _OF_REQUESTS: Final = frozenset((protocol.ANSWER, protocol.KNOWN, protocol.STORED))
@@ -67,6 +75,8 @@ class ServerConnection:
         """When this engine, or another while this one was attached, last reset the namespace."""
         self._lost: HostLink | None = None
         """The last connection, while copies may run."""
+        head = f"the cache at {attachment.path} does not answer"
+        self._silence = Spell(head, "times", lambda line: _log.warning("%s", line))
         self._heard_s: float | None = None
         """Since when the server owes an answer; None if it owes none."""
 
@@ -88,7 +98,9 @@ class ServerConnection:
             return
         try:
             for message in link.channel.receive(PACKETS_A_TURN, is_expected=self._heard_s is not None):
-                self._heard_s, self.is_silent = None, False
+                self._heard_s = None
+                if self.is_silent:
+                    self._end_silence(now_s)
                 if message.code not in _OF_REQUESTS:
                     self._take(message, link)
                 self._on_message(message)
@@ -99,7 +111,10 @@ class ServerConnection:
             is_late = self._heard_s is not None and now_s - self._heard_s > link.welcome.answer_s
             if is_late and not self.is_silent:
                 self.is_silent = True
+                self._silence.begin(now_s, _SILENT, Lost(0, 0))
                 link.channel.add(protocol.PING)  # its answer ends the silence, whatever became of the questions
+            elif self.is_silent:
+                self._silence.go_on(now_s)
             link.channel.flush()
         except Exception as error:  # also what nobody expected of a server: it costs the connection only
             self.lose(reason_for(error))
@@ -121,10 +136,18 @@ class ServerConnection:
             except TieredKVError as error:
                 self.lose(str(error))
 
+    def _end_silence(self, now_s: float) -> None:
+        self.is_silent = False
+        path = self._attachment.path
+        self._silence.end(
+            now_s, Lost(0, 0), lambda seconds, _: f"the cache at {path} answers again after {rounded_seconds(seconds)}"
+        )
+
     def lose(self, why: str) -> None:
         """End the connection: the server has gone, or does what it must not do."""
         link, self.link = self.link, None
         if link is not None:
+            self._silence.is_on = False  # the attachment logs the rest
             self.losses += 1
             self._lost = link
             link.channel.close()

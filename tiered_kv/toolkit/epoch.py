@@ -36,6 +36,7 @@ from typing import Protocol
 import xxhash
 
 from tiered_kv.errors import FormatError, TieredKVError
+from tiered_kv.log_limit import LogLimit
 
 FORMAT_VERSION = 1
 MARK_BYTES_MAX = 128  # bytes of the longest mark of any version
@@ -46,6 +47,8 @@ _SPARED = 10  # after a check that failed there is none for this many times as l
 
 SKEW_S = 30.0  # how far the clocks of two machines may differ, for rule 5
 
+_WARNED_AT_ONCE = 6
+_WARNED_PAUSE_S = 60.0
 _log = logging.getLogger(__name__)
 
 _FORM = re.compile(rb"tiered-kv epoch (\d{1,10}) (.*)", re.DOTALL)
@@ -136,6 +139,7 @@ class Epoch:
         self._opened_s = 0.0  # by the time of day
         self._checked_at_s = clock()
         self._must_recheck = False
+        self._limit = LogLimit(_WARNED_PAUSE_S, _WARNED_AT_ONCE, clock)
         self.has_drawn = False
         """Whether this process has found no mark that it may join, and drawn one."""
         self.repairs = 0
@@ -276,7 +280,9 @@ class Epoch:
         )
 
     def _warn(self, about: str) -> None:
-        _log.warning("%s%s", f"tier '{self._tier}': " if self._tier else "", about)
+        if (left_out := self._limit.take(about)) is not None:
+            again = f" ({left_out} such lines before it were left out)" if left_out else ""
+            _log.warning("%s%s%s", f"tier '{self._tier}': " if self._tier else "", about, again)
 
     def _settle(self, deadline: float) -> str:
         """Join the stored epoch, or write this process's own."""
