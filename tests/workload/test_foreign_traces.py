@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -306,8 +308,11 @@ def test_the_tokens_of_a_block_are_known_by_the_lengths(sizes: list[tuple[int, i
         ("hello", "not a JSON object"),
         ("5", "expected a mapping"),
         (b"PAR1\x00\xff", "Parquet"),
-        (b"PK\x03\x04\xff", "zip"),
-        (b"\xff\xfe\x00", "not a JSON object"),
+        (b"PK\x03\x04\xff", "compressed with zip: decompress it"),
+        (lzma.compress(b"{}"), "compressed with xz: decompress it"),
+        (bz2.compress(b"{}"), "compressed with bzip2: decompress it"),
+        ("{}".encode("utf-16"), "UTF-16: write it in UTF-8"),
+        (b"\xff\xff\x00", "not a JSON object"),
     ],
 )
 def test_a_file_of_another_form_is_named_with_what_to_do(tmp_path: Path, text: str | bytes, problem: str) -> None:

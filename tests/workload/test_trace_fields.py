@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.workload.test_simulation import stack_of
 from tiered_kv.cpu.policies import CachePolicy
+from tiered_kv.errors import ConfigError
 from tiered_kv.workload.hit_rates import hit_curve, hit_rate
 from tiered_kv.workload.request import ChatWorkload, Request, hints_from_sessions
 from tiered_kv.workload.simulation import Fleet, routes, simulate
@@ -113,3 +114,45 @@ def test_the_figures_of_a_failed_policy_are_not_its_own() -> None:
     config = stack_of(blocks=60)
     config = config.model_copy(update={"primary": config.primary.model_copy(update={"policy": name})})
     assert simulate(config, requests, Fleet(servers=2)).policy_error == found.policy_error
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ({"timestamp": 1_700_000_000}, "like seconds since 1970.*--time-unit s"),
+        ({"timestamp": 1_700_000_000.5, "session_id": "a"}, "like seconds since 1970.*--time-unit s"),
+        ({"timestamp": 1_700_000_000_000_000}, "timestamp: expected seconds or milliseconds: divide"),
+        ({"timestamp": 1_700_000_000_000_000_000}, "timestamp: expected seconds or milliseconds: divide"),
+        ({"timestamp": 1, "delay": 1e18}, "delay: expected seconds or milliseconds: divide"),
+    ],
+)
+def test_a_time_of_another_unit_is_an_error_that_says_what_to_do(
+    tmp_path: Path, line: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        read(tmp_path / "trace", line)
+
+
+def test_seconds_since_1970_are_read_where_the_unit_is_known_or_given(tmp_path: Path) -> None:
+    since: dict[str, object] = {"timestamp": 1_700_000_000}
+    assert read(tmp_path / "trace", since, time_unit="ms")[0].timestamp_ms == 1_700_000_000
+    for line, unit in ((since, "s"), ({**since, "chat_id": 1, "parent_chat_id": -1}, "")):
+        assert read(tmp_path / "trace", line, time_unit=unit)[0].timestamp_ms == 1_700_000_000_000
+    long = read(tmp_path / "trace", {"timestamp": 0}, since)
+    assert long[1].timestamp_ms == 1_700_000_000, "a trace of 20 days"
+
+
+def test_what_turns_add_has_to_come_in_the_order_of_time(tmp_path: Path) -> None:
+    later: dict[str, object] = {"session_id": "a", "timestamp": 2000, "hash_ids": [1]}
+    earlier: dict[str, object] = {"session_id": "a", "timestamp": 1000, "hash_ids": [2]}
+    with pytest.raises(ConfigError, match="turns of a session in the order of their times"):
+        read(tmp_path / "trace", later, earlier)
+    whole: dict[str, object] = {"context_mode": "message_array_with_responses"}
+    assert len(read(tmp_path / "trace", {**later, **whole}, {**earlier, **whole})) == 2
+
+
+def test_a_text_of_a_number_beyond_64_bits_is_an_id(tmp_path: Path) -> None:
+    ids = ["99999999999999999999", "18446744073709551616", "18446744073709551615"]
+    (request,) = read(tmp_path / "trace", {"timestamp": 0, "hash_ids": ids})
+    assert len(set(request.hash_ids)) == 3
+    assert request.hash_ids[2] == 2**64 - 1

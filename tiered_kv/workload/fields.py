@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
@@ -14,18 +14,26 @@ from tiered_kv.workload.request import HASH_ID_MAX, id_number
 _MS_PER_S = 1000
 
 Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
-Time = Annotated[float, Field(ge=0, lt=2**53)]
+TIME_MAX: Final = 1e14
+"""More are no milliseconds: these would be of the year 5138."""
 
 
 def _numbers(ids: list[object]) -> tuple[int, ...]:
     numbers = tuple(each if type(each) is int else id_number(each) for each in ids)
     if numbers and not (min(numbers) >= 0 and max(numbers) <= HASH_ID_MAX):
-        raise ValueError(f"expected ids from 0 to {HASH_ID_MAX}")
+        raise ValueError(f"expected ids from 0 to {HASH_ID_MAX}, others as texts (in quotes)")
     if len(set(numbers)) != len(numbers):
         raise ValueError("an id stands for a block with all before it, so it cannot be repeated")
     return numbers
 
 
+def _time(time: float) -> float:
+    if time > TIME_MAX:
+        raise ValueError("expected seconds or milliseconds: divide times in microseconds or nanoseconds")
+    return time
+
+
+Time = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_time)]
 HashIds = Annotated[list[object], AfterValidator(_numbers)]
 """The ids of a prompt. Its values are tuples of numbers."""
 

@@ -29,7 +29,6 @@ _OBJECTS = (
 _IDS = {"hash_ids", "chunk_hashes"}
 _KEY = re.compile(rb'"([^"\\]{1,64})"\s*:')
 _PARQUET = b"PAR1"
-_ZIP = b"PK\x03\x04"
 
 
 def object_advice(keys: Iterable[str]) -> str:
@@ -47,9 +46,8 @@ def array_advice(head: bytes) -> str:
 
 def text_advice(head: bytes) -> str:
     """Return what to do with a file that begins so and is no JSON; empty if its format is not known."""
-    if head.startswith((_PARQUET, _ZIP)):
-        kind = "Parquet" if head.startswith(_PARQUET) else "zip"
-        return f"a file of {kind} is not read: write its requests as JSON lines"
+    if head.startswith(_PARQUET):
+        return "a file of Parquet is not read: write its requests as JSON lines"
     line = head.split(b"\n", 1)[0].decode(errors="replace")
     if "LMCache" in line:
         return (

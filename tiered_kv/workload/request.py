@@ -125,7 +125,8 @@ def id_number(hash_id: object) -> int:
         return int(hash_id)
     if not isinstance(hash_id, str) or not hash_id:
         raise ValueError("expected ids that are whole numbers or texts")
-    if hash_id.isascii() and hash_id.isdecimal() and str(number := int(hash_id[:20])) == hash_id:
+    is_number = hash_id.isascii() and hash_id.isdecimal()
+    if is_number and str(number := int(hash_id[:20])) == hash_id and number <= HASH_ID_MAX:
         return number
     return int.from_bytes(hashlib.blake2b(hash_id.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 

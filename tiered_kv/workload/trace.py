@@ -35,7 +35,16 @@ SESSION_BYTES_MAX = 64 << 20
 _HEAD_BYTES = 1 << 16
 """What is looked at of a file that cannot be read, to name its format."""
 _GZIP = b"\x1f\x8b"
-_ZSTD = b"\x28\xb5\x2f\xfd"
+_COMPRESSED = {
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\xfd7zXZ\x00": "xz",
+    b"BZh": "bzip2",
+    b"7z\xbc\xaf\x27\x1c": "7-Zip",
+    b"PK\x03\x04": "zip",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+"""How files begin that other programs have compressed."""
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 Entry = tuple[object, str]
@@ -101,9 +110,13 @@ def _of_file(path: Path) -> Generator[Entry, None, None]:
 
 
 def _decompressed(file: BufferedReader, path: Path) -> BufferedReader | gzip.GzipFile:
-    begin = file.peek(len(_ZSTD))  # the file may be a pipe
-    if begin.startswith(_ZSTD):
-        raise ConfigError(f"the trace {path} is compressed with zstd: decompress it, or compress it with gzip")
+    begin = file.peek(8)  # the file may be a pipe
+    program = next((name for magic, name in _COMPRESSED.items() if begin.startswith(magic)), "")
+    if program:
+        problem = f"a file compressed with {program}: decompress it, or compress it with gzip"
+        raise ConfigError(problem, location=f"{path}:1")
+    if begin.startswith(_UTF_16):
+        raise ConfigError("a text in UTF-16: write it in UTF-8 (iconv -f UTF-16 -t UTF-8)", location=f"{path}:1")
     return gzip.GzipFile(fileobj=file) if begin.startswith(_GZIP) else file
 
 

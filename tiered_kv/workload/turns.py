@@ -32,6 +32,9 @@ _UNCLEAR = (
     "each line context_mode message_array_with_responses (whole), or deltas_without_responses"
 )
 
+_SINCE_1970_S = (1.2e9, 2.5e9)
+"""From 2008 to 2049. As milliseconds, these would be the 14th to the 28th day of a trace."""
+
 
 def _valid_hints(hints: dict[str, object] | None) -> dict[str, object] | None:
     if hints is not None:
@@ -79,6 +82,7 @@ class Turns:
 
     def __init__(self, time_unit: str) -> None:
         self._time_unit = time_unit
+        self._has_begun = False
         self._chats: dict[str, str] = {}  # the first chat of each one's chain
         self._sessions: dict[str, _SessionTurns] = {}
         self.have_sessions = False
@@ -101,14 +105,29 @@ class Turns:
         is_lookup = isinstance(entry, dict) and "chunk_hashes" in entry
         is_in_seconds = self._time_unit == "s" if self._time_unit else is_lookup or line.parent_chat_id is not None
         own, joint = (_name(line.session), _name(line.session_id))
+        self._check_unit(line, where, is_in_seconds)
         at_ms = self._time_ms(line, own or joint, where, is_in_seconds)
         ids, tokens = cast("tuple[int, ...]", line.hash_ids), line.input_length
         if joint and not own:
             self.have_sessions = True
-            ids, tokens = self._put_together(self._sessions.setdefault(joint, _SessionTurns()), line, where)
+            turns = self._sessions.setdefault(joint, _SessionTurns())
+            ids, tokens = self._put_together(turns, line, where)
+            if at_ms < turns.last_ms and not turns.is_whole:
+                problem = "timestamp: expected the turns of a session in the order of their times, found an earlier one"
+                raise ConfigError(problem, location=where)
         if own or joint:
             self._sessions.setdefault(own or joint, _SessionTurns()).last_ms = at_ms
         return Request(at_ms, tokens, line.output_length or 0, ids, own or joint or self._chain(line), line.hints)
+
+    def _check_unit(self, line: _Line, where: str, is_in_seconds: bool) -> None:
+        """Refuse seconds since 1970 that would be read as milliseconds; they begin a trace."""
+        is_first, self._has_begun = not self._has_begun, True
+        time = line.timestamp or 0.0
+        if is_first and not is_in_seconds and not self._time_unit and _SINCE_1970_S[0] <= time < _SINCE_1970_S[1]:
+            problem = (
+                f"timestamp: {time:.0f} is like seconds since 1970, and this form has ms: give --time-unit s, or ms"
+            )
+            raise ConfigError(problem, location=where)
 
     def _chain(self, line: _Line) -> str:
         """Return the first chat of a chat's chain; empty if the line names no chat."""
