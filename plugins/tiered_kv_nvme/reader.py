@@ -158,6 +158,9 @@ class BlockReader:
         away: the others are not read.
         """
         statuses: list[RecordStatus | None] = []
+        if len(run) == 1 and time.monotonic() >= deadline:  # a disk may try for long: this was the block's own read
+            is_bad_place = is_of_place(error) and self.probe.takes_reads(run[0].segment)
+            return [RecordStatus.BAD_PLACE if is_bad_place else None]
         while is_of_place(error) and len(statuses) < len(run) and time.monotonic() < deadline:
             item = run[len(statuses)]
             try:
