@@ -55,7 +55,7 @@ class HangingMount:
         real: Callable[..., Any] = getattr(module, name)
 
         def call(where: Any = ".", *arguments: Any, **named: Any) -> Any:  # Any: as the real one
-            if self.thread in threading.current_thread().name and _is_below(self.path, where, named.get("dir_fd")):
+            if self.thread in threading.current_thread().name and is_below(self.path, where, named.get("dir_fd")):
                 self.calls += 1
                 if self.calls > self.calls_before:
                     self.hangs += 1
@@ -65,7 +65,7 @@ class HangingMount:
         return call
 
 
-def _is_below(path: str, where: Any, directory_fd: int | None) -> bool:  # Any: a path or a descriptor
+def is_below(path: str, where: Any, directory_fd: int | None) -> bool:  # Any: a path or a descriptor
     if isinstance(where, int) or (directory_fd is not None and not os.path.isabs(where)):
         try:
             where = os.readlink(f"/proc/self/fd/{where if isinstance(where, int) else directory_fd}")
