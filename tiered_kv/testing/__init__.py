@@ -1,5 +1,8 @@
 """Tools for authors of tiers to test their tiers. Import the modules by name; the extra `test` installs their needs.
 
+A tier's tests call them, on pytest's thread, which plays the scheduler. What must stay true: a check fails only for a
+broken promise, not for a slow machine, and waits a bounded time.
+
 conformance     a pytest class to subclass: the contract of a secondary tier
 administration  a pytest class to subclass: the contract of its administration
 wire_faults     a pytest class to subclass: a tier whose server is behind a bad network

@@ -1,1 +1,30 @@
+"""The manager that an engine asks, and everything that it does to any secondary tier.
 
+An engine's scheduler calls `manager.TieringOffloadingManager`, on one thread, which owns the objects of this package.
+No call does I/O, and none but `drain_jobs` and `shutdown` waits. Only `isolation`, `late`, `lookups` and `outages` have
+a side on other threads. What must stay true: a lookup answers True only for a block that the primary tier has whole,
+every waiting of a request has a limit, and a tier that fails or hangs costs its own hits only.
+
+base          the contract of a secondary tier: jobs, results, lookups
+interface     the contract of a manager, for engines and programs
+manager       the calls of the engine, in the order of a step
+requests      the state of each request, and the manager's limits
+search        asking the tiers, in order, for a block that the primary tier lacks
+prefetch      promotions that begin before a request looks its blocks up
+pace          whether a load arrives sooner than the engine computes
+transfers     stores to the tiers (cascade) and loads from them (promotion)
+guarded       one tier with its budgets, breaker, admission and deadlines
+gates         these budgets, the breaker and the admission
+write_budget  which blocks a tier stores if it may write only so much an hour
+answers       checks of what tiers return
+account       what is counted and noted of each tier
+uses          telling the tiers which blocks are used in memory
+room          requests of programs that wait for rows or budgets
+prefix        the manager for callers that have lists of block hashes
+lookups       batched lookups in a remote index, with deadlines
+outages       the log's lines when a tier fails and works again
+factory       tiers made from their settings
+wrapper       the base of tiers that wrap another one
+isolation     a thread for a tier whose methods may block
+late          a tier that cannot be opened yet
+"""

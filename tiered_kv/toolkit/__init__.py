@@ -1,7 +1,26 @@
-"""What the author of a tier needs; see docs/how-to/writing-a-tier.md.
+"""What the author of a tier builds on; docs/how-to/writing-a-tier.md shows how.
 
-Names are imported when they are first used: a plugin that only announces its tier loads nothing else, and only the
-users of `AsyncTier` load asyncio.
+A plugin's modules import it. `BlockingTier` and `AsyncTier` have two sides: the scheduler's thread queues jobs and
+takes results, and workers (threads, or an event loop) call the author's methods. What must stay true: the scheduler's
+side never waits, and a job is reported once. Names are imported when they are first used: a plugin that only announces
+its tier loads nothing else, and only the users of `AsyncTier` load asyncio.
+
+blocking        the base of tiers with blocking calls
+aio             the base of tiers with coroutines
+queued          what both share: the scheduler's side
+jobs            the queue of jobs and their parts
+record          the block record, and how it is verified
+codecs          compression and encryption of blocks
+encryption      the envelope of an encrypted block
+zstd            the codec `zstd`
+epoch           what separates blocks from before a reset from those after it
+claimed         a directory that belongs to one type of tier
+small_files     files that are replaced in one step
+touches         uses of blocks, noted in a storage in the background
+resolver        connections to servers, with deadlines
+administration  survey, verify and purge of a storage without a stack
+listed          all three, for a storage that lists its entries
+keys_only       tiers without bytes, for `tiered-kv simulate`
 """
 
 from __future__ import annotations
