@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import TieredKVError
 from tiered_kv.file_systems import is_of_place
 from tiered_kv.log_limit import LogLimit
@@ -28,6 +29,9 @@ _GROW_RETRY_S = 5.0  # how often to check whether the capacity and the file syst
 _WATCH_S = 5.0  # how often to check whether somebody has deleted the directory, or files in it
 _WATCH_PAUSE_S = 0.5  # the least time between two such checks, after a file could not be made
 
+_SPACE_AT_ONCE = 6
+_SPACE_PAUSE_S = 60.0
+"""The log says so often that the disk is full, then once in this time."""
 _log = logging.getLogger(__name__)
 
 
@@ -52,6 +56,8 @@ class Reclaimer:
         self._watch_after_s = self._watched_s + _WATCH_S
         self._is_failing = False  # no header of a reclaimed segment could be written, and no new file since
         self._log_limit = LogLimit()
+        self._full_since_s: float | None = None  # since when the log says that the disk is full
+        self._space_limit = LogLimit(_SPACE_PAUSE_S, _SPACE_AT_ONCE)
         self._thread = start_thread(self._serve, self.name)
 
     def join(self, timeout_s: float) -> bool:
@@ -149,6 +155,7 @@ class Reclaimer:
             self.pool.growing_since_s = time.monotonic()
         segment = self.files.create(taken, generation, deleted_bytes)
         self._is_failing &= segment is NoSegment.FAILED
+        self._note_space(segment is NoSegment.NO_SPACE, isinstance(segment, NoSegment))
         with self.pool.changed:
             self.pool.note_growth(refused=segment in (NoSegment.NO_SPACE, NoSegment.AT_CAPACITY))
         if isinstance(segment, NoSegment):
@@ -162,6 +169,17 @@ class Reclaimer:
         with self.pool.changed:
             self.pool.adopt(segment)
         return True
+
+    def _note_space(self, is_full: bool, is_refused: bool) -> None:
+        """Log each time that the disk becomes full, and when it has space again, at a bounded rate."""
+        now_s, place = time.monotonic(), self.files.directory.path
+        if is_full and self._full_since_s is None and self._space_limit.take() is not None:
+            self._full_since_s = now_s
+            _log.warning("%s: the disk has no space for another segment; free it, or lower 'capacity'", place)
+        elif not is_refused and self._full_since_s is not None:
+            about = "%s: the disk has space for segments again, after %s"
+            _log.warning(about, place, rounded_seconds(now_s - self._full_since_s))
+            self._full_since_s = None
 
     def _reclaim(self, segment: Segment) -> bool:
         """Empty a segment and use it again or delete it; return False if neither succeeded.

@@ -131,8 +131,11 @@ def test_a_directory_that_is_new_on_a_full_disk_fails_stores_until_there_is_spac
         store = bench.open(disk, room_timeout_s=600.0)
         assert bench.put(store, keys).reason == "no_space"
         assert "a segment of 256KiB was refused" in str(store.describe()["warning"])
+        assert caplog.text.count("the disk has no space for another segment; free it") == 1
+    assert "has space for segments again" not in caplog.text
     disk.on_allocate = lambda: None
     bench.wait_until(lambda: bench.put(store, keys).successful_keys is None)
+    bench.wait_until(lambda: caplog.text.count("the disk has space for segments again, after ") == 1)
     bench.wait_until(lambda: all((bench.path / name).exists() for name in SMALL_FILES))
     store.close()
     assert "is not empty and not a directory of this tier" not in caplog.text
