@@ -59,6 +59,21 @@ def test_a_verb_says_which_tier_does_not_answer(
     assert mount.hangs > 0
 
 
+def test_an_engine_s_stack_whose_tier_hangs_is_told_so(
+    mount: HangingMount, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv._cli.stacks._FIND_IN_DIRECTORY_S", 0.1)
+    file = tmp_path / "engine.yaml"
+    tier = f"{{type: fs, name: shared, path: {mount.path}/kv, capacity: 64MiB, open_timeout: 200ms}}"
+    file.write_text(f"primary: {{capacity: 8MiB}}\nsecondary: [{tier}]\n")
+    mount.hang()
+    for options, status in (((), 2), (("--block-bytes", "64KiB"), 1)):
+        assert main(["check", str(file), *options]) == status
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert "shared" in said
+        assert "no answer in" in said
+
+
 def test_a_count_that_hangs_in_the_middle_ends_too(
     mount: HangingMount, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

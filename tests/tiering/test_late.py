@@ -56,8 +56,9 @@ def put_until_stored(alice: Tenant, opened: Stack) -> None:
 
 @of_each_kind
 @pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_opening_that_hangs_at_a_call_ends_in_its_time_and_leaves_nothing(
-    mount: HangingMount, kind: str, is_new: bool, request: pytest.FixtureRequest
+    mount: HangingMount, kind: str, is_new: bool, step: int
 ) -> None:
     mount.thread = "-open"
     if not is_new:
@@ -67,7 +68,7 @@ def test_an_opening_that_hangs_at_a_call_ends_in_its_time_and_leaves_nothing(
     calls = mount.calls
     assert calls > 10
     threads = threading.active_count()
-    for number in range(0, calls, 9):
+    for number in range(0, calls, step):
         mount.hang(number)
         place = f"{mount.path}/{number if is_new else 'kv'}"
         with pytest.raises(

@@ -10,9 +10,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from logging.handlers import MemoryHandler
+from operator import methodcaller
 from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
@@ -28,11 +29,13 @@ from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError, TierError
 from tiered_kv.hooks import tier_type_of
 from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.tiering.factory import where_of
 from tiered_kv.toolkit.administration import DIGEST_HEX, StoredNamespace, TierAdministration, block_bytes_in
 
 OWN_MODEL: Final = "tiered-kv check"
 """Of the namespace under which tiers are opened if that of the stack is not known; it is purged afterwards."""
 _FIND_S: Final = 30.0
+_FIND_IN_DIRECTORY_S: Final = 10.0
 T = TypeVar("T")
 
 
@@ -47,6 +50,7 @@ class OperatedStack:
         block_bytes: None if unknown.
         source: Where the namespace comes from, for people.
         stored: Namespaces in the storage of the tiers that may be the stack's, by their digests.
+        failures: Why a tier could not be asked for them, by its name.
     """
 
     config: StackConfig
@@ -55,6 +59,7 @@ class OperatedStack:
     block_bytes: int | None
     source: str
     stored: Mapping[str, StoredNamespace]
+    failures: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_engines(self) -> bool:
@@ -82,7 +87,7 @@ class OperatedStack:
         if self.block_bytes is None:
             raise ConfigError(
                 "the engine sets the size of its blocks, and no tier has any yet; give --block-bytes, such as "
-                "--block-bytes 2MiB",
+                "--block-bytes 2MiB" + "".join(f"; tier '{name}': {why}" for name, why in self.failures.items()),
                 location="block.bytes",
             )
         block = {"bytes": self.block_bytes, "tokens": self.config.block.tokens}
@@ -158,14 +163,15 @@ def operated_stack(args: argparse.Namespace, *, looks: bool = True) -> OperatedS
         _refuse_other("--namespace", asked, ours)
         return OperatedStack(config, True, ours, config.block.bytes, "", {})
     find_s = min(_FIND_S, getattr(args, "timeout", None) or _FIND_S)
-    stored = _fitting(config, block_bytes, find_s) if looks else {}
+    failures: dict[str, str] = {}
+    stored = _fitting(config, block_bytes, find_s, failures) if looks else {}
     own: str | None = asked
     source = "--namespace"
     if own is None and len(stored) == 1:
         (own,), source = stored, "the storage of its tiers"
     if own in stored and (whole := _whole(config, stored[own])) is not None:
         return OperatedStack(whole, True, own, whole.block.bytes, source, stored)
-    return OperatedStack(config, False, own, block_bytes, source if own else "", stored)
+    return OperatedStack(config, False, own, block_bytes, source if own else "", stored, failures)
 
 
 def chosen_tiers(config: StackConfig, name: str | None) -> list[TierSettings]:
@@ -241,15 +247,19 @@ def _refuse_other(option: str, given: str | None, own: str) -> None:
         raise ConfigError(f"expected {own}, since the file has 'block', found {given}; leave it out", location=option)
 
 
-def _fitting(config: StackConfig, block_bytes: int | None, find_s: float) -> dict[str, StoredNamespace]:
+def _fitting(
+    config: StackConfig, block_bytes: int | None, find_s: float, failures: dict[str, str]
+) -> dict[str, StoredNamespace]:
     """Return the stored namespaces that may be the stack's: that have its fields, and that all tiers have, if any."""
     found: list[dict[str, StoredNamespace]] = []
     with progress("looking for the namespace", None):
         for settings in config.secondary:
             # The verb itself reports a storage that cannot be reached.
-            names, _ = administer(
-                settings, lambda found: found.namespaces(time.monotonic() + find_s), TimeLimit(find_s)
-            )
+            limit_s = min(find_s, _FIND_IN_DIRECTORY_S) if where_of(settings) else find_s
+            end_s = time.monotonic() + limit_s
+            names, error = administer(settings, methodcaller("namespaces", end_s), TimeLimit(limit_s))
+            if error:
+                failures[settings.name] = error
             fit = {each.digest: each for each in names or () if _fits(config, block_bytes, each)}
             found += [fit] if fit else []
     common = set(found[0]).intersection(*found[1:]) if found else set()
