@@ -1,4 +1,4 @@
-"""The calls of a host as tasks, and the queue of each tier."""
+"""A program's calls as tasks, and the queue of each tier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Done = Callable[[list[bool]], None]
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One call of a host. It has ended when no piece is open. A piece is blocks that wait, a job or a lookup."""
+    """One call of a program. It has ended when no piece is open. A piece is blocks that wait, a job or a lookup."""
 
     kind: Kind
     keys: Sequence[OffloadKey]
@@ -113,7 +113,7 @@ class TierQueue:
         self._end(task)
 
     def expired(self, job: SubmittedJob) -> None:
-        """Wait on: the host may not use the blocks before the tier has reported the job."""
+        """Wait on: the caller may not use the blocks before the tier has reported the job."""
 
     def submit(self, now_s: float) -> None:
         """Submit jobs while the budgets allow, loads first."""

@@ -1,4 +1,4 @@
-"""The thread that drives tiers over a host's memory."""
+"""The thread that drives tiers over a caller's memory."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class TierThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException:  # no bug may leave a host waiting for its answers
+        except BaseException:  # no bug may leave a caller waiting for its answers
             self._has_failed = True
             _log.exception("the tiers over a host's memory are closed: an unexpected error")
             self._end_after_error()

@@ -1,4 +1,4 @@
-"""Secondary tiers over a host's memory: contains, store, load and touch, from any thread."""
+"""Secondary tiers over a caller's memory: contains, store, load and touch, from any thread."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _KEY_BYTES_MIN = 4
 
 
 class DirectTiers:
-    """Secondary tiers without a primary tier: they read and write a host's memory.
+    """Secondary tiers without a primary tier: they read and write the caller's memory.
 
     Any thread may call `contains`, `store` and `load`, which return at once. Each calls its `on_done` once, on the
     tiers' thread, with an answer for each key. A callback must return soon, because it blocks that thread. If it
     raises, that is counted and logged. Calls raise `ShutdownError` if the tiers are closed, or another process opened
     them before a fork, and `ValueError` for an invalid key.
 
-    `on_done` is called when no tier touches the blocks any more. Until then the host must not change the blocks of a
+    `on_done` is called when no tier touches the blocks any more. Until then the caller must not change the blocks of a
     store, nor use those of a load, not even after a deadline: a transfer that hangs keeps its task open.
 
     Blocks over a tier's budget wait. They fail in that tier if it is disabled, its breaker is open, or half-open with a
@@ -67,7 +67,7 @@ class DirectTiers:
 
     Raises:
         TypeError, ValueError: The memory cannot be used, or there is no tier.
-        ConfigError, TierError: A tier cannot be opened, or cannot be used over a host's memory.
+        ConfigError, TierError: A tier cannot be opened, or cannot be used over a caller's memory.
         ResourceError: The system refuses a thread, a descriptor or memory.
     """
 
@@ -167,7 +167,7 @@ class DirectTiers:
         self._thread.post(task)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Note that blocks were used in the host's own memory: tiers that evict by use, or by age, keep them longer.
+        """Note that blocks were used in the caller's own memory: tiers that evict by use, or by age, keep them longer.
 
         Name the blocks that were used last first, and those of a request head first. A call a second is enough.
 
@@ -220,7 +220,7 @@ class DirectTiers:
         """
         is_over = self._thread.close(timeout_s)
         self._call_thread.stop()
-        if is_over:  # the host may unmap it, which Python refuses while there are views
+        if is_over:  # the caller may unmap it, which Python refuses while there are views
             self._release_views()
         return is_over
 

@@ -1,4 +1,4 @@
-"""Copies between a CUDA device and pinned CPU memory.
+"""Copies between a CUDA device and page-locked CPU memory.
 
 Each direction has one side stream. So its jobs run in the order of their submission, in parallel with the model's work.
 If the driver has cuMemcpyBatchAsync (CUDA 12.8), one call copies all runs of a job. Otherwise each run is a call. torch

@@ -1,4 +1,4 @@
-"""The kernel that copies short runs between a device and pinned CPU memory. It needs Triton.
+"""The kernel that copies short runs between a device and page-locked CPU memory. It needs Triton.
 
 A device's copy engine takes microseconds for each run, however short. A kernel reads and writes the CPU's memory
 through its mapped addresses, and has many runs in flight. It has few programs, which share the pieces of all runs, so

@@ -182,7 +182,7 @@ def _least_seconds(copier: CudaCopier, plan: CopyPlan) -> float:
 
 
 def _is_mapped(driver: Any, address: int) -> bool:  # Any: ctypes' functions
-    """Return whether kernels may use the address of pinned memory as it is."""
+    """Return whether kernels may use the address of page-locked memory as it is."""
     on_device = ctypes.c_uint64(0)
     code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(on_device), ctypes.c_void_p(address), ctypes.c_uint(0))
     return bool(code == _CUDA_SUCCESS and on_device.value == address)
