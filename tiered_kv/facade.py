@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _Ask = Callable[[Sequence[OffloadKey], ReqContext], list[bool | None]]
 _COUNT_STALL_S: Final = 0.5
-"""How long a `put` whose time is over waits for the next answer when it counts. Else it would count nothing then."""
+"""After its timeout, a `put` waits so long for the next answer while it counts. Else it would count nothing."""
 
 
 class BlockFacade(StackCalls[M]):

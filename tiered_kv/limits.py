@@ -1,8 +1,8 @@
 """What this process may use, and what a stack takes of it.
 
-`Limits` reads the limits of the process, of its cgroups and of the machine. `compare` sets what a stack takes against
-them. The memory that other processes of the same container use is not known: only the stack counts, and the memory that
-its process has at that moment.
+`Limits` reads the limits of the process, of its cgroups and of the machine. `compare` checks a stack's estimated use
+against them. The memory that other processes of the same container use is not known: only the stack counts, and the
+memory that its process has at that moment.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger("tiered_kv")
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What a part of a stack takes at most, and the setting that decides it."""
+    """The most that one part of a stack takes, and the setting that decides it."""
 
     what: Resource
     amount: int  # bytes, or a number
@@ -57,7 +57,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a stack takes of one resource, beside its limit."""
+    """A stack's use of one resource, and the limit of that resource."""
 
     what: Resource
     wanted: int

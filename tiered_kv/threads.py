@@ -9,9 +9,9 @@ manager marks its step, and each worker pauses between two blocks while a step r
     scheduler: STEP.begin() ... on_schedule_end: STEP.end()
     worker:    give_way(), load or store a block, give_way(), ...
 
-The engine's thread computes outside of the manager's step too: it launches the model's kernels, and handles tokens. So
-before work that no request waits for, as a store, a worker waits until that thread waits itself, which its CPU clock
-shows:
+The engine's thread computes outside of the manager's step too: it launches the model's kernels, and handles tokens. No
+request waits for a store. So before a store, a worker waits until the engine's thread is idle, judged by that thread's
+CPU clock:
 
     worker:    wait_for_idle(...), give_way(), store a block, ...
 """

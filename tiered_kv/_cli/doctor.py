@@ -186,7 +186,7 @@ class TierReading:
         return self._readings.total(f"{TIER_PREFIX}{name}", tier=self.name)
 
     def missed_last(self, reason: str) -> float:
-        """Return the blocks that no tier had, if this is the last one: others may have what it does not."""
+        """Return the misses of the last tier; 0 for other tiers, since a lower tier may still have the block."""
         return self.count("misses_total", reason) if self.is_last else 0.0
 
     @property

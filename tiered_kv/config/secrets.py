@@ -51,7 +51,7 @@ class EnvironmentText(str):
 
     __slots__ = ("values",)
     values: frozenset[str]
-    """Those of the variables: a server may repeat one without the rest of the text."""
+    """Values of the variables: a server may repeat one without the rest of the text."""
 
     def __new__(cls, text: str, values: Iterable[str] = ()) -> Self:
         made = super().__new__(cls, text)

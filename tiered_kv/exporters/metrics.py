@@ -29,7 +29,7 @@ Read = Callable[[], Counters]
 """Returns counters; any thread may call."""
 
 NAME_SERIES_MAX: Final = LABELS_MAX + 8
-"""Of one name in a tier. The numbers that the vocabulary does not have are one metric, by name."""
+"""Limit of the series of one name in a tier. The numbers that the vocabulary does not have are one metric, by name."""
 DROPPED: Final = "dropped_series"
 DROPPED_METRIC: Final = Metric("Numbers of the tier that are no metrics: too many, or unfit names or values.")
 THIRD_PARTY: Final = f"{TIER_PREFIX}number"

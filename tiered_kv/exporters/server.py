@@ -24,7 +24,7 @@ from tiered_kv.log_limit import LogLimit
 
 CONNECTIONS_MAX: Final = 8
 LINE_BYTES_MAX: Final = 128 << 10
-"""Of the first line of a request. http.server reads up to 100 more, of up to 64 KiB each."""
+"""Limit of a request's first line. http.server reads up to 100 more, of up to 64 KiB each."""
 QUERY_FIELDS_MAX: Final = 2048
 THREADS_MAX: Final = 4 * CONNECTIONS_MAX
 """With those that end: one whose client was not waited for any more."""

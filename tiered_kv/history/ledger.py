@@ -31,7 +31,7 @@ _NOT_STORED: Final = frozenset(
     {Fate.ADMISSION, Fate.BUDGET, Fate.NO_SPACE, Fate.BREAKER, Fate.DISABLED, Fate.TIMEOUT, Fate.FAILED}
 )
 _OF_REQUESTS: Final = {"refused": Fate.REFUSED, TOO_SLOW: Fate.TOO_SLOW}
-"""What becomes of a request's block, and says nothing about the tier's."""
+"""Fates of a block in one request, which say nothing about the tier's copy."""
 
 BatchFates = bytes
 """For each tier, the fate of all keys of a batch; 0 where the table has the reason of each."""

@@ -35,7 +35,7 @@ PENDING_BATCHES_MAX: Final = 1 << 14
 INTERVAL_S: Final = 0.25
 """How often the thread looks into an empty queue."""
 THREAD_SHARE: Final = 0.02
-"""Of a processor, for the thread while the queue is short: the scheduler's thread waits for the interpreter then."""
+"""Share of a processor for the thread while the queue is short: the scheduler waits for the interpreter then."""
 THREAD_SHARE_MAX: Final = 0.2
 """The most for the thread. Below that, its share is the share of the queue that is full."""
 WORK_S: Final = 0.0005
@@ -55,8 +55,8 @@ class BlockHistory:
     lock. Any thread may call all other methods.
 
     Args:
-        entries: Of the table, 8 bytes each.
-        names: Of all tiers, the primary one first.
+        entries: Size of the table of fates, in entries of 8 bytes.
+        names: The tiers' names, the primary tier's first.
         ttl_s: For each tier, how long it keeps a block; None if blocks do not expire.
         blocks: For each tier, its capacity, for its ghosts; None without one. By default no tier has ghosts.
         has_thread: Whether a thread takes what is noted. Without it the manager's thread calls `work`.
@@ -76,7 +76,7 @@ class BlockHistory:
         self._clock = clock
         self._evicted: list[OffloadKey] = []
         self.misses: list[OffloadKey] = []
-        """Receives the keys that the request misses which asks, on the manager's thread."""
+        """Misses of the request that looks up now: `Search` appends, `flush` empties. The manager's thread only."""
         self._asking: RequestLog | None = None
         self._is_ahead = False
         # Each count has one writer: the manager's thread for appended keys, the holder of the lock for taken ones.

@@ -24,7 +24,7 @@ _DESCRIBES = re.compile("quant|processor|index")
 """JSON files that count: of quantizers (with scales of a KV cache), of processors for images and sound, of an index."""
 
 _SAMPLES = 4096
-"""Of all files together."""
+"""Samples of all files together."""
 _SAMPLES_PER_FILE_MIN = 16
 _SAMPLE_BYTES = 4096
 _NOT_OF_THE_MODEL = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "id2label", "label2id"})

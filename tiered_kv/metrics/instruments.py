@@ -1,4 +1,4 @@
-"""What counts and measures: counters, with functions to read them, histograms, notices for an operator, a step timer.
+"""Instruments: counters, with functions to read them, histograms, notices for an operator, a timer of steps.
 
 A counter's name ends with its unit, followed by `_total` if it only grows. Directions and reasons are labels: such a
 counter is a dictionary by the first label, then by the next.

@@ -1,4 +1,4 @@
-"""What an engine knows of one of its requests from the server of its host."""
+"""One request of an attached engine: the keys that the engine asked for, and the server's answers."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class AttachedRequest:
     is_outdated: bool = False
     """Whether it began before a reset: it stores and loads nothing."""
     keys: list[OffloadKey] = field(default_factory=list)
-    """Those that the server was asked for, in order."""
+    """Keys that the server was asked for, in order."""
     answers: list[tuple[int, bytes]] = field(default_factory=list)
-    """What `read` has not sorted: how many keys an ANSWER is for, and its body."""
+    """ANSWER messages that `read` has not sorted yet, as (number of keys, body)."""
     is_unread: bool = False
-    """Whether `keys` or `answers` has something that `read` has not sorted."""
+    """Whether `read` has not sorted all of `keys` and `answers` yet."""
     _codes: list[int] = field(default_factory=list)
     """The first final answer for each of `keys`, or `WAITING`."""
     row_of: dict[OffloadKey, int] = field(default_factory=dict)
-    """What `rows` returns, unless something `is_unread`."""
+    """The value of `rows`, unless something `is_unread`."""
     _tiers: dict[OffloadKey, int] = field(default_factory=dict)
     known_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
     """Keys of which the server was asked whether they are stored, message by message."""
     stored: dict[OffloadKey, bool | None] = field(default_factory=dict)
-    """Blocks of which the server was asked whether any tier has them, and its answers; of programs only."""
+    """For programs only: the server's answers whether any tier has a block; None until it answers."""
     stored_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
     unsent: int = 0
-    """Keys from this one on have not been asked for."""
+    """Index in `keys` of the first key that the server was not asked for yet."""
     asked_s: float = 0.0
     waits_for_answer: bool = False
     """Whether nothing has come since it last asked."""
@@ -166,7 +166,7 @@ class AttachedRequest:
                 rows[key] = protocol.MISSING
 
     def forget_answers(self) -> None:
-        """Forget what a server has answered that has gone."""
+        """Drop all answers of a server that has gone."""
         self.link, self.unsent, self.waits_for_answer = None, 0, False
         self.keys, self.answers, self.is_unread = [], [], False
         self._codes, self.row_of, self._tiers = [], {}, {}

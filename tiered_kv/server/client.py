@@ -38,7 +38,7 @@ class AttachedManager(CacheManager):
     keys_are_alike = True
     """Whether all keys have one length."""
     callers_have_timeouts = False
-    """Whether who waits for blocks ends that itself. For an engine, they are misses after the server's `wait_s`."""
+    """Whether the caller limits its waits. An engine does not: its blocks are misses after the server's `wait_s`."""
 
     def __init__(
         self,
@@ -302,7 +302,7 @@ class AttachedManager(CacheManager):
         self.server.close(is_copying=self._transfers > 0)
 
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return what this engine has counted; the server's metrics have the rest. Any thread may call."""
+        """Return this engine's own counters; the server's metrics have the rest. Any thread may call."""
         state = {"misses_total": dict(self._misses), "connection_state": int(self.is_attached)}
         return {"host": {**self._counts, "lost_connections_total": self.server.losses, **state}}
 

@@ -38,7 +38,7 @@ class ServerConnection:
         clock: Seconds of a monotonic clock.
         on_message: Called with each message of the server.
         on_reset: Called when another engine has reset the namespace, or may have.
-        on_lost: Called when the server has gone: what it has answered is not valid any more, but for copies that run.
+        on_lost: Called when the server has gone: its answers are not valid any more, except for copies that run.
         on_attached: Called with each new connection.
 
     Attributes:
@@ -68,7 +68,7 @@ class ServerConnection:
         self._on_attached = on_attached
         self._instance = ""
         self._epochs_before = 0
-        """What `epoch` is more than the server's number, which begins with 0 when a server is started."""
+        """Difference of `epoch` and the server's own number, which begins with 0 when a server starts."""
         self._resets_owed = 0
         """Resets of this engine that may not have reached the server."""
         self._reset_s = -math.inf

@@ -15,7 +15,7 @@ CONNECTIONS_MIN: Final = 8
 OF_A_CONNECTION: Final = 2
 """The socket, and what shows the end of its process."""
 _OWN: Final = 32
-"""Of the server itself: files of memory, the log, the pages."""
+"""Descriptors of the server itself: files of memory, the log, the pages."""
 _LIMIT_MAX: Final = 1 << 16
 
 

@@ -38,9 +38,9 @@ LEASE_SHARE: Final = 2
 LEASES_MAX_SHARE: Final = 3 / 4
 """The leases of all sessions together take this share of the rows at most, so that stores find room."""
 REQUESTS_MAX: Final = 50_000
-"""Of a session."""
+"""Requests of a session."""
 REQUESTS_ALL_MAX: Final = CHAINS_MAX
-"""Of all sessions together: as many as the primary tier knows to be older than a reset."""
+"""Requests of all sessions together: as many as the primary tier knows to be older than a reset."""
 KEYS_MAX: Final = 1 << 22
 """Keys of all requests of a session."""
 KEYS_ALL_MAX: Final = 1 << 23
@@ -133,7 +133,7 @@ class Host:
         self.sessions: dict[str, HostSession] = {}
         self._steps = 0
         self.requests = self.keys = 0
-        """Of all sessions."""
+        """Requests of all sessions, and their keys."""
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)
         self._rows = 0
         """Rows that are ready, as of the last step."""
@@ -263,7 +263,7 @@ class Host:
             self.reset(None)
 
     def reset(self, by: HostSession | None, number: int = 0) -> None:
-        """Forget every block, and tell all engines; only tell who asks, if this was done since the file's `number`."""
+        """Forget every block, and tell all engines. If it was done since the file's `number`, tell `by` only."""
         if by is not None and 0 < number <= self._begun:
             by.send(protocol.EPOCH, self.epoch, True)
             return

@@ -1,4 +1,4 @@
-"""Engines and programs that make no calls also notice that their server has gone, and let its memory go."""
+"""The idle poll: an engine or program without requests notices the end of its server, and frees its memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class IdlePoll:
     """Polls a manager on a thread, while it has no request.
 
     Args:
-        manager: Whose other calls hold `lock`, as far as it may have no request then.
+        manager: Every other call that may run while it has no request holds `lock`.
     """
 
     def __init__(self, manager: AttachedManager, lock: AbstractContextManager[Any]) -> None:

@@ -41,7 +41,7 @@ class Listener(socket.socket):
         super().__init__(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.path = Path(path)
         self._file: tuple[int, int, int] | None = None
-        """What tells the file that this socket has made from any other."""
+        """Identifies the file that this socket has made."""
         try:
             with _locked(self.path.parent):
                 self._listen(mode)

@@ -99,7 +99,7 @@ class Namespaces:
 
     @property
     def descriptors(self) -> int:
-        """What the tiers of the open stacks take."""
+        """Descriptors of the open stacks' tiers."""
         return sum(host.descriptors for host in self.hosts)
 
     def open_own(self) -> None:

@@ -55,7 +55,7 @@ VERSION_MIN: Final = 1
 """The oldest version that this one understands: at most the one before it."""
 
 PATH_BYTES_MAX: Final = 107
-"""Of a socket's path (unix(7))."""
+"""Limit of a socket's path (unix(7))."""
 PACKET_BYTES_MAX: Final = 64 << 10
 KEYS_MAX: Final = 512
 """Keys of a message."""
@@ -145,7 +145,7 @@ _HELLO: Final = TypeAdapter(Hello)
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What a server answers.
+    """The server's answer to HELLO.
 
     Args:
         instance: Identifies the memory: rows of one instance mean nothing in another.
@@ -194,7 +194,7 @@ def hello_of(body: memoryview) -> Hello:
     """Return the fields of a HELLO.
 
     Raises:
-        ProtocolError: They are not what they have to be.
+        ProtocolError: A field is missing, or has a wrong type or range.
     """
     try:
         return _HELLO.validate_json(bytes(body), strict=True)

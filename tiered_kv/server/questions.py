@@ -14,9 +14,9 @@ from tiered_kv.server.protocol import ProtocolError
 from tiered_kv.server.session_request import SessionRequest
 
 QUESTIONS_MAX: Final = 4096
-"""Of one session, and as many PINGs."""
+"""Limit of open questions of one session, and of its PINGs."""
 KEYS_MAX: Final = 1 << 17
-"""Of all questions of one session."""
+"""Limit of the keys in all open questions of one session."""
 
 
 class Questions:

@@ -254,7 +254,7 @@ class CacheServer:
                 self._selector.modify(process.channel.sock, events, key.data)
 
     def _expire_strangers(self) -> None:
-        """Disconnect who has not said who it is in time, and take connections again after a pause."""
+        """Disconnect clients that sent no HELLO in time, and take connections again after a pause."""
         now_s = time.monotonic()
         if self._accepts_from_s is not None and now_s >= self._accepts_from_s:
             self._accepts_from_s = None

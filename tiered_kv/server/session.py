@@ -26,7 +26,7 @@ _row_of, _pins_of = attrgetter("block_id"), attrgetter("ref_cnt")
 
 
 class Session:
-    """What one engine has of a namespace. Owned by the server's thread.
+    """Server-side state of one engine: its requests, leased rows and granted rows. The server's thread owns it.
 
     Its rows are its own until it gives them back, or until all of its processes have ended: a living process may still
     copy.
@@ -40,7 +40,7 @@ class Session:
         self.name = name
         self.host = host
         self.channel: Channel | None = None
-        """Of the scheduler; None while it is not connected."""
+        """The scheduler's channel; None while it is not connected."""
         self.granted: dict[int, CPUBlock] = {}
         self.leases = 0
         """Leases of all requests together."""
@@ -51,7 +51,7 @@ class Session:
         """Requests to answer in this step."""
         self.questions = Questions()
         self.cost = EngineCost()
-        """What computing costs this engine. Its requests are decided by it, unless the server's file has `prefill`."""
+        """The engine's cost of computing. It decides its requests, unless the server's file has `prefill`."""
         self._keys = 0
         self._handlers: dict[int, Callable[[Message], None]] = {
             protocol.BEGIN: self._begin,
@@ -102,7 +102,7 @@ class Session:
     # Once a step.
 
     def answer_changed(self) -> None:
-        """Look up, before the manager's step ends, what requests have named in it. Who waits for leases comes first."""
+        """Look up the keys that requests named in this step, first for requests that wait for leases."""
         for request in [each for each in self.waiting.values() if each.lacks_leases]:
             self._look_up(request, ASKED_AGAIN_MAX)
         changed, self.changed = self.changed, {}

@@ -44,7 +44,7 @@ class _MappedRows:
     region: PrimaryRegion
     handlers: WorkerHandlers
     transfers: int = 0
-    """Those that were begun and not reported."""
+    """Transfers that were begun and not reported."""
 
     def close(self) -> None:
         self.handlers.shutdown()

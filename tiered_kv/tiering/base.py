@@ -167,8 +167,8 @@ class SecondaryTierManager(ABC):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Return how the tier wants the request's blocks: each once (the default), or all of them at its end.
 
-        All are those that the request stored, loaded or touched and that the primary tier still has, whoever wrote
-        them. They come as one store within the budget, before `on_request_finished`.
+        "All" means every block that the request stored, loaded or touched and the primary tier still has. Other
+        requests may have written some of them. They come as one store within the budget, before `on_request_finished`.
         """
         return RequestOffloadingContext()
 

@@ -1,4 +1,4 @@
-"""What keeps jobs from a tier: budgets, the circuit breaker, and admission, which says what is worth writing."""
+"""Gates before a tier: budgets, the circuit breaker, and admission, which chooses the blocks worth writing."""
 
 from __future__ import annotations
 

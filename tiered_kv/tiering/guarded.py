@@ -40,7 +40,7 @@ _job_ids = itertools.count()
 
 
 class JobOwner(Protocol):
-    """Whoever submits jobs. `GuardedTier.poll` tells it what becomes of them."""
+    """The object that submitted a job. `GuardedTier.poll` reports the job's end to it."""
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
         """Process a job that the tier has reported; also one that has expired before, whose result is ignored."""

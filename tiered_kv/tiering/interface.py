@@ -1,4 +1,4 @@
-"""What engines and programs call: one interface for a stack's manager, and for that of a host's cache."""
+"""The interface for engines and programs: a stack's manager and the manager of a host's cache have the same."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class BatchedLookups:
         self._clock = clock
         self._on_answered = on_answered
         self.answers: dict[str, dict[OffloadKey, bool]] = {}
-        """What has been answered, by request."""
+        """The answers so far, by request."""
         # Ordered by deadline, since all have the same timeout. Late keys are deleted at the front. A `dict` would walk
         # over their empty places to find the first key.
         self._pending: OrderedDict[OffloadKey, Question] = OrderedDict()

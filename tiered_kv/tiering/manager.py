@@ -50,7 +50,7 @@ class TieringOffloadingManager(CalledManager):
         settings: The limits and the name of each tier; by default those of its `tier_type`.
         block_tokens: Tokens of a block; 0 if unknown.
         compute_block_s: Seconds in which the engine computes a block. Blocks that would arrive later are not promoted.
-        history: Receives why requests missed blocks; optional. Its names are those of all tiers. `shutdown` closes it.
+        history: Receives why requests missed blocks; optional. It has the names of all tiers. `shutdown` closes it.
         event_sink: Receives the events of all tiers at the end of each step; optional. `take_events` is then empty.
             `shutdown` closes it. Tiers have events if the primary tier `reports_events`.
         wear_clock: Clock of write budgets; default `clock`. A simulation passes the time of its requests.
@@ -78,7 +78,7 @@ class TieringOffloadingManager(CalledManager):
         self.limits = limits or ManagerLimits()
         self._clock = clock
         self.cost = self.shown_cost = EngineCost(compute_block_s)
-        """What computing costs the engine; and whose cost the gauges show, of several engines."""
+        """The engine's cost of computing; and, of several engines, the cost that the gauges show."""
         self.notices = Notices()
         block_bytes, num_blocks = primary.backend.block_size, primary.backend.num_blocks
         settings = settings or [TierSettings(type=tier.tier_type) for tier in self.secondary_tiers]

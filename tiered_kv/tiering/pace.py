@@ -15,11 +15,11 @@ FORGET: Final = 0.9
 FIRST_LOADS: Final = (8, 32)
 """Blocks of the first loads, at most, one load at a time: their different sizes separate the two times."""
 STALL_SHARE: Final = 0.6
-"""The part of the time to compute that a request waits longer for each other request that computing would stall."""
+"""Extra wait for a load, for each other request that computing would stall, as a share of the time to compute."""
 STALLS_MAX: Final = 3.0
-"""The most that all others together add, in times to compute: a short prompt must not wait long for many requests."""
+"""Limit of that extra wait for all stalled requests, in times to compute: a short prompt must not wait long."""
 STALL_S_MAX: Final = 0.3
-"""The most that they add, in seconds: they may have ended by then."""
+"""The same limit in seconds: the stalled requests may have ended by then."""
 CUT_BLOCKS_MIN: Final = 8
 """Blocks from which a part of a prefix is loaded, and the rest computed."""
 RETRY_S: Final = 10.0
@@ -42,15 +42,15 @@ class EngineCost:
     """What computing costs an engine, in seconds. The manager's thread writes it. Several engines have one each."""
 
     block_s: float = math.inf
-    """Of a block; infinite if every load is worth its wait."""
+    """Time to compute a block; infinite if every load is worth its wait."""
     growth_s: float = 0.0
-    """What each block before it adds to `block_s`."""
+    """Growth of `block_s` with each block before it in the prompt."""
     backlog_s: float = 0.0
-    """Of the prompts that it computes before a new one. Meanwhile a request waits for a load at no cost."""
+    """Time to compute the prompts before a new one. Meanwhile a request waits for a load at no cost."""
     notice_s: float = 0.0
     """From the end of a load until its request runs, on average."""
     stalled: int = 0
-    """Other requests that the engine has: computing stalls those that run, or will run meanwhile; a load does not."""
+    """The engine's other requests. A prefill stalls the requests that run meanwhile; a load does not."""
 
     @property
     def is_known(self) -> bool:
@@ -87,8 +87,8 @@ class Pace:
 
     Both are a least-squares fit over the last loads. The size of a load is the number of blocks in flight at its
     submission, including its own: it waits for the loads before it. Stores share the device, so as many of their blocks
-    count too. The time of the tier's answers to lookups is estimated too. These are the tier's, for all engines; what
-    a load saves is an engine's: `cost` is that of requests which have none of their own.
+    count too. The time of the tier's answers to lookups is estimated too. One tier has one estimate for
+    all engines, but each engine its own cost. `cost` serves requests whose engine reports none.
     """
 
     def __init__(self, cost: EngineCost) -> None:

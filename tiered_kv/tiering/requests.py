@@ -32,7 +32,7 @@ class ManagerLimits:
 
 @dataclass(slots=True, eq=False)
 class LookupState:
-    """What a request has asked the tiers, and how long it has waited. `Search` writes most of it."""
+    """A request's lookups in the tiers, and how long it has waited. `Search` writes most fields."""
 
     misses_all: Fate | None = None
     """Why all its lookups are misses: its hint, a reset since it began, or that it has waited as long as it may."""
@@ -125,13 +125,13 @@ class RequestState:
     req_context: ReqContext
     lookups: LookupState
     cost: EngineCost
-    """Of the engine that asks: what it reports decides its own loads only."""
+    """Cost of the request's engine, as that engine reports it. It decides loads of this engine only."""
     loads: LoadState = field(default_factory=LoadState)
     stores: StoreState = field(default_factory=StoreState)
     is_finished: bool = False
     """Whether the engine has finished it; its last stores are still in flight."""
     log: RequestLog | None = None
-    """What the history knows of it; None until it asks for blocks, and without a history."""
+    """The history's log of the request; None until the request asks for blocks, and without a history."""
 
     def computes_sooner_than(self, guarded: GuardedTier) -> bool:
         """Return whether its engine would not wait for the tier, or for no more of its blocks."""
@@ -158,7 +158,7 @@ class RequestTable:
     `wait_max_s` after it began; then failed keys may be tried again. If it waits at that time, the next one has waited
     as long. A request whose last stores do not end is forgotten `wait_max_s` after it finished. Beyond `requests_max`
     the oldest request is forgotten. `forget` is called with each forgotten state. Requests in `outdated` load nothing.
-    `cost` is that of requests whose engine has none of its own.
+    `cost` serves requests whose engine reports none.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class RequestTable:
         self.states: dict[str, RequestState] = {}
         """By request id; "" is the anonymous request."""
         self.finished: dict[RequestState, float] = {}
-        """Those that are finished, and until when their last stores may take; the earliest first."""
+        """Finished requests, and until when their last stores may take; the earliest first."""
         self._anonymous_until_s = 0.0
         self.forgotten = 0
 

@@ -1,8 +1,8 @@
 """Who gets room next: requests of programs wait for rows, and for budgets, where an engine's would miss.
 
 `Search` asks for each block that such a request needs, and the manager's `lookup_prefix` after each lookup, both on the
-manager's thread. A request that lacks room for its first block holds no promoted block: whoever waits keeps no room
-from others, so that one of them always goes on.
+manager's thread. A request that lacks room for its first block holds no promoted block. So a waiting
+request keeps no room from others, and one of them always goes on.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tiered_kv.tiering.requests import RequestState
 from tiered_kv.tiering.transfers import Promotions
 
 PATIENCE_S: Final = 0.02
-"""From then on, who waits for room gets it before those that came later. Until then whoever comes does, so that no room
-is unused until the first one asks again."""
+"""After this wait, a request gets room before requests that came later. Before it, the next request that asks gets the
+room, so that no room is unused until the first one asks again."""
 
 
 class RoomQueue:
@@ -27,7 +27,7 @@ class RoomQueue:
         self._promotions = promotions
         self._clock = clock
         self._waiting: dict[GuardedTier | None, dict[RequestState, float]] = {}
-        """For a tier's load budget, or for rows (None): who waits, and since when, the first one first."""
+        """For each tier's load budget, and for rows (None): the waiting requests, and since when, the oldest first."""
 
     def begin(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> None:
         """Begin to promote a block, unless room is lacking for it, or for one that was looked up before it."""

@@ -22,7 +22,7 @@ _Lookup = Callable[[OffloadKey, ReqContext], bool | None]
 
 
 class _Verdict(Enum):
-    """What follows from a tier's answer to one key."""
+    """The next step after a tier's answer to one key."""
 
     ASK_NEXT_TIER = "ask next tier"
     WAIT = "wait"

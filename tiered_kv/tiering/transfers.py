@@ -78,7 +78,7 @@ class Promotion:
     guarded: GuardedTier
     waiters: list[RequestState]
     cost: EngineCost
-    """Of the engine that it is loaded for; requests of others may wait for it too."""
+    """Cost of the engine that the block is loaded for; requests of other engines may wait too."""
     is_ahead: bool
     """Begun by a prefetch: the request has not asked yet, and may ask for a longer part of its prefix."""
     is_try: bool = False
@@ -161,7 +161,7 @@ class Promotions:
         return not promotion.is_try
 
     def sort(self, keys: Iterable[OffloadKey], state: RequestState) -> None:
-        """Put those of `keys` that are being promoted for a request behind the others, in this order."""
+        """Move the keys of `keys` that are being promoted for a request behind its others, in this order."""
         promoting = state.loads.promoting
         for key in [key for key in keys if key in promoting]:
             promoting[key] = promoting.pop(key)
@@ -175,7 +175,7 @@ class Promotions:
     def submit(self) -> None:
         """Submit the loads begun since the last call: one job for each tier and request."""
         backlogs_s: dict[int, float] = {}
-        while self.batches:  # another engine may want what is not worth its wait for one
+        while self.batches:  # a block that is too slow for one engine may be worth another's wait
             batches, self.batches = self.batches, {}
             self._submit(batches, backlogs_s, self._clock())
 
@@ -277,7 +277,7 @@ class Promotions:
     def leave(self, state: RequestState) -> None:
         """Forget a request that ends. Its promotions continue, without holds for it.
 
-        Those that are not submitted yet become another waiting request's, or end here.
+        A promotion that is not submitted yet goes to another waiting request, or ends here.
         """
         for key in state.loads.promoting:
             promotion = self._table.get(key)
@@ -308,7 +308,7 @@ class Promotions:
             self.primary.abandon([promotion.block for promotion in promotions])
 
     def _worth(self, keys: Sequence[OffloadKey], guarded: GuardedTier, state: RequestState, backlog_s: float) -> int:
-        """Return how many blocks of a batch a tier delivers sooner than the engine would compute what they save.
+        """Return how many blocks of a batch are worth loading: they arrive before the engine would have computed them.
 
         Without the batch, the engine computes all blocks from the batch's first one on. Blocks of the tier's earlier
         loads count too: the request waits for them in any case.
@@ -333,7 +333,7 @@ class Promotions:
         )
 
     def _hand_on(self, blocks: Sequence[CPUBlock], cost: EngineCost) -> list[CPUBlock]:
-        """Let requests of other engines have blocks that are too slow for one; return those that none waits for."""
+        """Give blocks that are too slow for one engine to waiting requests of others; return the blocks without any."""
         left = []
         for block in blocks:
             promotion = self._table[block.key]

@@ -40,7 +40,7 @@ _HOUR_S: Final = 3600.0
 
 
 class Uses:
-    """Gathers uses, tells the tiers, and offers them what they lack. Owned by the manager's thread."""
+    """Gathers uses, reports them to the tiers, and offers blocks that a tier lacks. Owned by the manager's thread."""
 
     def __init__(self, primary: CPUOffloadingManager, tiers: Sequence[GuardedTier], clock: Callable[[], float]) -> None:
         self._numbers = {guarded.name: guarded.number for guarded in tiers}

@@ -18,6 +18,7 @@ claimed         a directory that belongs to one type of tier
 small_files     files that are replaced in one step
 touches         uses of blocks, noted in a storage in the background
 resolver        connections to servers, with deadlines
+failure_texts   what failed last, in sentences for the log
 administration  survey, verify and purge of a storage without a stack
 listed          all three, for a storage that lists its entries
 keys_only       tiers without bytes, for `tiered-kv simulate`

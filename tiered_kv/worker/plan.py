@@ -86,7 +86,7 @@ class BlockLayout:
     num_rows: int
 
     def stored(self) -> BlockLayout:
-        """Return what this worker stores; it loads all."""
+        """Return the layout without the pieces that another worker stores. Loads use the whole layout."""
         stored = [each.pieces[each.pieces["is_stored"][:, 0]] for each in self.groups]
         groups = (GroupLayout(pieces, each.num_blocks) for pieces, each in zip(stored, self.groups, strict=True))
         return dataclasses.replace(self, groups=tuple(groups))

@@ -211,9 +211,9 @@ class DensityPolicy(CachePolicy):
                 tail.kind, tail.said_s = expired, 0.0
 
     def _correct(self, own: Tail, before: Tail, hints: Hints | None) -> None:
-        """Note when a session's last request said that this one comes, and correct by that what this one says.
+        """Compare a session's predicted return with its actual one, and correct its next prediction by the error.
 
-        Sessions of another pace are of another kind, whatever they say: they may say what is false.
+        The pace of a session's requests also decides its kind, whatever it predicts: predictions may be false.
         """
         gap = math.log(max(self.now_s - before.began_s, SOONEST_S))
         own.late, own.pace = before.late, gap if before.pace is None else (before.pace + gap) / 2

@@ -99,7 +99,7 @@ class PrefixCache:
         self._lock = threading.Lock()
         """Guards the fields below."""
         self._given: weakref.WeakKeyDictionary[DynamicCache, _Given] = weakref.WeakKeyDictionary()
-        """Of each restored or saved cache."""
+        """For each restored or saved cache, what the stack was given of it."""
         self._restored_blocks = 0
         self._missed_blocks = 0
 

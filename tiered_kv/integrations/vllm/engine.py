@@ -4,7 +4,7 @@ Everything counts that is not known to be irrelevant, so what a later vLLM adds 
 of the environment, packages. `irrelevant` names the rest. The page docs/reference/namespaces.md lists all.
 
 vLLM's summary for an offloading backend has the model's name, the data type, the layout, the groups and the parallel
-sizes. `engine_facts` takes the rest from its whole configuration. The user says what that does not have.
+sizes. `engine_facts` takes the rest from its whole configuration. The user's `namespace` gives the rest.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._waiting: dict[str, tuple[int, float]] = {}
         """For each request that waits: for how many promotions (0 if for more than them), and since when."""
         self._requests: set[str] = set()
-        """Those that vLLM has."""
+        """Ids of the requests that vLLM has."""
         self._uncomputed: dict[str, int] = {}
         """Tokens of the prompts that vLLM has begun, or will begin in this step, and has not scheduled yet."""
 
