@@ -71,10 +71,13 @@ def test_an_opening_that_hangs_at_a_call_ends_in_its_time_and_leaves_nothing(
     for number in range(0, calls, step):
         mount.hang(number)
         place = f"{mount.path}/{number if is_new else 'kv'}"
-        with pytest.raises(
-            TierUnavailableError, match=f"no answer in 0.05 s from {place}; a mount or a device may hang"
-        ):
-            open_stack(stack(kind, mount, path=place, open_timeout=0.05))
+        hangs, said = mount.hangs, ""
+        try:
+            open_stack(stack(kind, mount, path=place, open_timeout=0.05)).close()
+        except TierUnavailableError as error:
+            said = str(error)
+        is_told = f"no answer in 0.05 s from {place}; a mount or a device may hang" in said
+        assert is_told or (not said and mount.hangs == hangs)  # this opening made fewer calls
         mount.answer()
         wait_until(lambda: threading.active_count() == threads, WAIT_S)  # what it opened too late is closed
         open_stack(stack(kind, mount, path=place)).close()
