@@ -36,7 +36,7 @@ M = TypeVar("M", bound=CalledManager)
 
 
 class StackCalls(Generic[M]):
-    """What the calls of a stack have in common: their lock, their steps, and their end.
+    """The base of a stack's calls: their lock, their steps, and their end.
 
     Args:
         manager: The manager; no other code may call it meanwhile, unless an engine does and there are no such calls.

@@ -112,7 +112,7 @@ class Reason:
     """What a reason of the counters means for the blocks of a store or a load."""
 
     sentence: str
-    fate: Fate = Fate.FAILED  # what the history makes of it
+    fate: Fate = Fate.FAILED  # the history's word for it
     is_gone: bool = False  # the tier has no usable copy of the block after a load that failed
     is_damage: bool = False
     is_harmless: bool = False  # a healthy tier may fail a whole job for it

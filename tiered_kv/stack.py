@@ -78,7 +78,7 @@ def _open(source: _Source, kind: Callable[..., _Kind]) -> _Kind:
 
 
 class AnyStack(StackCalls[TieringOffloadingManager]):
-    """What a `Stack` and an `EngineStack` have in common. Any thread may call the methods.
+    """The base of `Stack` and `EngineStack`. Any thread may call the methods.
 
     A stack belongs to the process that opened it. In a child that is forked the threads of its tiers do not run: there
     these methods raise ShutdownError, `close` does nothing, and what the parent does is not disturbed.

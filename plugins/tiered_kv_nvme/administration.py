@@ -198,7 +198,7 @@ class Inspection:
     """Counts and checks the blocks of a directory whose marker has `identity`. One thread, also while a stack runs.
 
     Reading needs no lock. A segment may be reclaimed and filled again meanwhile, but its new header is written first.
-    So after each read, the reader compares the generation in the header, and ignores what it read if that has changed.
+    So after each read, the reader compares the generation in the header, and ignores the bytes if it has changed.
 
     Deleting a block needs the lock. It rewrites the summary of the block's segment without the block.
     """

@@ -1,6 +1,6 @@
-"""Whether transfers of segments bypass the page cache: by what the kernel says, and by what a test file shows.
+"""Whether transfers of segments bypass the page cache: the kernel says so, and a test file shows it.
 
-A store looks once, when it opens its directory. `tiered-kv check` shows what it found.
+A store looks once, when it opens its directory. `tiered-kv check` shows the result.
 """
 
 from __future__ import annotations

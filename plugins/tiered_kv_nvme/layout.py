@@ -142,7 +142,7 @@ class Summary(NamedTuple):
 
 
 class SegmentEntry(NamedTuple):
-    """One stored block. Size and checksum are those of the payload as stored."""
+    """One stored block. Size and checksum belong to the payload as stored."""
 
     offset: int
     stored_bytes: int

@@ -20,7 +20,7 @@ from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.segment import Segment, SegmentFiles, SegmentState
 
 _SEGMENTS_MAX: Final = 3
-"""How many segments' headers are tried, that of the failure first: its whole file may be bad."""
+"""How many segments' headers are tried, first the segment of the failure: its whole file may be bad."""
 
 
 @dataclass(eq=False)

@@ -152,7 +152,7 @@ class BlockReader:
         return still_valid
 
     def _read_one_by_one(self, run: Sequence[Wanted], error: OSError, deadline: float) -> Sequence[RecordStatus | None]:
-        """Read the blocks of a run again, after a read of all failed; None for those that the disk may have later.
+        """Read the blocks of a run again, after a read of all failed; None for blocks that the disk may have later.
 
         A block is at a bad place if its own read fails and one elsewhere succeeds after it. If none does, the disk is
         away: the others are not read.

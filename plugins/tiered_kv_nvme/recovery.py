@@ -225,7 +225,7 @@ class SegmentScan:
         return header, entries
 
     def _follows(self, header: BatchHeader, segment: Segment) -> bool:
-        """Return whether an unverified header is that of the segment's next batch."""
+        """Return whether an unverified header belongs to the segment's next batch."""
         room_bytes = min(segment.segment_bytes, self._file_bytes) - segment.end_offset
         return (
             header.digest == self.identity.digest

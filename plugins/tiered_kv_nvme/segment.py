@@ -74,7 +74,7 @@ class Segment:
     generation: int  # of its present use
     damaged: bool = False  # the file is cut short, or could not be read at the opening: the reclaimer deletes it
     deleted: bool = False  # somebody has deleted the file, or moved it away; then it is damaged too
-    is_copied: bool = False  # the file system copies what is overwritten: the reclaimer replaces the file
+    is_copied: bool = False  # the file system copies overwritten pages: the reclaimer replaces the file
     age: int = 0  # when it became full; segments are sealed and reclaimed in this order
     writers: int = 0
     readers: int = 0
@@ -170,7 +170,7 @@ class SegmentFiles:
     def create(self, taken: Set[int], generation: int, deleted_bytes: int) -> Segment | NoSegment:
         """Create and preallocate a free segment, in a slot that is not `taken`, if the capacity has room for it.
 
-        `deleted_bytes` are those of open files that are not in the directory any more.
+        `deleted_bytes` is the size of open files that are not in the directory any more.
         """
         slot = fd = -1
         flags = OPEN_FLAGS | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if self.is_direct else 0)
@@ -179,7 +179,7 @@ class SegmentFiles:
             wanted_bytes = self.segment_bytes + SEGMENT_RESERVE_BYTES
             if listing.claimed_bytes + deleted_bytes + wanted_bytes > self.capacity_bytes:
                 return NoSegment.AT_CAPACITY
-            used = taken | {*listing.segments}  # files in no pool are those whose deletion failed
+            used = taken | {*listing.segments}  # a file in no pool is one that could not be deleted
             if len(used) >= self.descriptors_max:
                 return NoSegment.AT_CAPACITY
             slot = next(slot for slot in itertools.count() if slot not in used)

@@ -103,7 +103,7 @@ def descriptors_left(others: int = 0) -> int:
 
 
 def room_bytes_of(path: str) -> int:
-    """Return what a directory may occupy: what is in it, and its disk's free space. A missing one will be made.
+    """Return the bytes that a directory may occupy: its files, and its disk's free space. A missing one will be made.
 
     A file system that does not answer has no limit: the opening reports it.
     """

@@ -1,4 +1,4 @@
-"""What a block on the disk is worth: the hits that blocks like it bring, for the space and time that they take.
+"""The worth of a block on the disk: hits of similar blocks, for the space and time that they take.
 
 A block's state is two bytes in its segment's table: how often it was used, whether it was read since it was written
 there, and the tick of its last use. Four bytes for each evicted block let the tier learn from its return.
@@ -56,7 +56,7 @@ _digest = xxhash.xxh3_64_intdigest
 class Worth:
     """Learns from stores and loads what blocks are worth, by the number and the age of their uses.
 
-    The estimate of what a block is worth is its density. Time advances as stores fill segments: a tick is an eighth of
+    A block's estimated worth is its density. Time advances as stores fill segments: a tick is an eighth of
     all `segments` that the capacity holds. As many evicted blocks are remembered as the capacity holds `blocks`, before
     collisions. Any thread may note a use. Two at once may lose a count, which an estimate tolerates.
     """
@@ -90,7 +90,7 @@ class Worth:
     def use(self, table: EntryTable, ordinal: int, read: int = 0) -> None:
         """Note the use of a block: `read` is `READ` for a load, 0 for a touch.
 
-        A touch in the tick of the last use does not count: engines touch what they have just stored.
+        A touch in the tick of the last use does not count: engines touch blocks that they have just stored.
         """
         state, now = table.states[ordinal], self._now
         if read or state >> _TICK_SHIFT != now:

@@ -58,8 +58,8 @@ class BatchWriter:
     def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int, deadline: float) -> Outcome:
         """Store blocks, except existing ones; return the keys that are stored now, and why others are not.
 
-        If the cache was reset since `epoch`, no block is stored. After the deadline no batch begins: the host may have
-        given the memory to other blocks.
+        If the cache was reset since `epoch`, no block is stored. After the deadline no batch begins: the caller may
+        have given the memory to other blocks.
         """
         places = self.pool.places
         wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in places}

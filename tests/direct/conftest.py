@@ -1,4 +1,4 @@
-"""Tiers over a host's memory on a bench: a pool of noise, and tiers of a test's own making."""
+"""Tiers over a caller's memory on a bench: a pool of noise, and tiers of a test's own making."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def register(register: stacks.Register) -> Register:
 
 @pytest.fixture
 def pool() -> Any:
-    """A host's memory."""
+    """A caller's memory."""
     return np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
 
 

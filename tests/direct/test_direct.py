@@ -1,4 +1,4 @@
-"""Tiers over a host's memory: what they load, what they refuse, and how they end."""
+"""Tiers over a caller's memory: what they load, what they refuse, and how they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiers over a host's memory: keys that stand twice in a call, and an error that nobody expected."""
+"""Tiers over a caller's memory: keys that stand twice in a call, and an error that nobody expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is interrupted: calls of a stack and of tiers over a host's memory, and what must hold after each."""
+"""What is interrupted: calls of a stack and of tiers over a caller's memory, and what must hold after each."""
 
 from __future__ import annotations
 

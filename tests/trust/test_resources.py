@@ -160,7 +160,7 @@ class StackSubject:
 
 
 class DirectSubject:
-    """The same over a host's memory."""
+    """The same over a caller's memory."""
 
     def __init__(self, entry: dict[str, object]) -> None:
         self._entry = entry

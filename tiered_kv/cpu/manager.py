@@ -280,7 +280,7 @@ class CPUOffloadingManager(OffloadingManager):
             self.load_skippers.add(req_id)
 
     def forget_request(self, req_id: str) -> None:
-        """Forget what is known of a request, but not that it is outdated."""
+        """Forget a request's state, except that it is outdated."""
         chain = self._chains.pop(req_id, None)
         if chain is not None:
             chain.finish()
@@ -305,9 +305,9 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> list[CPUBlock] | None:
         """Allocate a block in state writing for each of `keys`, which are distinct and absent.
 
-        `writer` is the request that will write the blocks, or `PROMOTION`; `chain` that of the request that needs them,
-        whose blocks the policy may spare while others are left. `evicted` receives evicted keys. Returns the blocks in
-        order, without a chain; or None, with nothing changed, if there is no room.
+        `writer` is the request that will write the blocks, or `PROMOTION`. `chain` belongs to the request that needs
+        them: the policy may spare its blocks while others are left. `evicted` receives evicted keys. Returns the
+        blocks in order, without a chain; or None, with nothing changed, if there is no room.
         """
         if not self._make_room(len(keys), chain, evicted, ahead=self._rows_ahead if writer is PROMOTION else 0):
             return None

@@ -59,7 +59,7 @@ class BlockHistory:
         names: The tiers' names, the primary tier's first.
         ttl_s: For each tier, how long it keeps a block; None if blocks do not expire.
         blocks: For each tier, its capacity, for its ghosts; None without one. By default no tier has ghosts.
-        has_thread: Whether a thread takes what is noted. Without it the manager's thread calls `work`.
+        has_thread: Whether a thread takes the noted batches. Without it the manager's thread calls `work`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class BlockHistory:
         self._asking, self._is_ahead, log.because = log, is_ahead, because
 
     def flush(self) -> None:
-        """Note what was evicted, and what the request that asks has missed and waits for, since the last call."""
+        """Note, since the last call, evicted blocks, and the blocks that the asking request missed or waits for."""
         if self._evicted:
             self._add(self._ledger.note, self._evicted, CPU, Fate.EVICTED)
             self._evicted.clear()

@@ -27,7 +27,7 @@ _FATE_BITS = np.uint64(15)
 _TIER_FACTOR: Final = 0x9E3779B97F4A7C15
 _64_BITS: Final = (1 << 64) - 1
 SIZES: Final = {"0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0}
-"""Multiples of the tier's capacity. To be compared with that of 1, which is an estimate too."""
+"""Multiples of the tier's capacity. Compare the counts with the count at 1, which is an estimate too."""
 SAMPLED_MAX: Final = 4096
 """Blocks that the largest ghost of a tier follows; with the smaller ones they take 1.2 MB."""
 _HASHES: Final = 1 << 32

@@ -16,9 +16,9 @@ from tiered_kv.integrations.facts import bidirectional_setting
 
 
 class HostSettings(StrictModel):
-    """The base of a host's settings."""
+    """The base of the settings of tiers over an engine's own memory."""
 
-    location: ClassVar[str]  # where they are in the host's configuration, for messages
+    location: ClassVar[str]  # where they are in the engine's configuration, for messages
 
     tiers: tuple[SerializeAsAny[TierSettings], ...] = Field(
         min_length=1, max_length=64, description="The tiers, as in a stack's `secondary`, in the order of the search."

@@ -272,7 +272,7 @@ class AttachedManager(CacheManager):
         self._request_of(req_context).outdate()
 
     def on_schedule_end(self) -> None:
-        """Send what the step has asked for, and take what the server has answered."""
+        """Send the step's messages, and take the server's answers."""
         for request in self._unsent.copy().values():
             self._send_asked(request)
         link = self.link

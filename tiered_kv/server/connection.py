@@ -120,7 +120,7 @@ class ServerConnection:
             self.lose(reason_for(error))
 
     def send(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
-        """Add a message to those that the next `flush` or `poll` sends."""
+        """Queue a message for the next `flush` or `poll`."""
         if self.link is not None:
             if self._heard_s is None and code in _ANSWERED:
                 self._heard_s = self._clock()
@@ -144,7 +144,7 @@ class ServerConnection:
         )
 
     def lose(self, why: str) -> None:
-        """End the connection: the server has gone, or does what it must not do."""
+        """End the connection: the server has gone, or breaks the protocol."""
         link, self.link = self.link, None
         if link is not None:
             self._silence.is_on = False  # the attachment logs the rest

@@ -224,7 +224,7 @@ class Host:
         self._seen = self._resets.asked()
 
     def reset_unasked(self) -> None:
-        """Before a step, carry out resets that no message asks for: what is asked later finds nothing from before."""
+        """Before a step, carry out resets that no message asks for: later lookups find no older block."""
         if self._seen != self._begun:
             self.look_for_resets()
 

@@ -40,7 +40,7 @@ ACCEPT_PAUSE_S: Final = 0.5
 """How long no connection is taken once the system has no descriptor or no memory for one."""
 _PACKETS_A_TURN: Final = 16
 _TURNS_OF_THE_DEAD: Final = 256
-"""Limit of what is read of a process that has ended: a child of it may have the socket, and send without end."""
+"""Passes in which messages of an ended process are read: a child of it may have the socket, and send for ever."""
 _TICK_S: Final = 0.001
 """Between two steps while a tier works, a request waits or the history has work, unless a job ends."""
 _IDLE_S: Final = 0.5
@@ -223,7 +223,7 @@ class CacheServer:
                 raise ProtocolError("a worker only says that it has mapped the rows")
 
     def _guarded(self, process: Process, call: Callable[[], None]) -> None:
-        """Make a call for a process, which loses its connection if it does what it must not do."""
+        """Make a call for a process, which loses its connection if it breaks the protocol."""
         if not process.is_connected:
             return
         try:
@@ -356,7 +356,7 @@ class CacheServer:
             self._end_if_left(process.session)
 
     def _died(self, process: Process) -> None:
-        """Do what a process has asked for before it ended, then free what it had."""
+        """Serve the messages that a process sent before it ended, then forget it."""
         for _ in range(_TURNS_OF_THE_DEAD):
             if not process.is_connected or not process.channel.is_readable:
                 break

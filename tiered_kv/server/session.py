@@ -251,7 +251,7 @@ class Session:
         return None not in answers
 
     def _look_up(self, request: SessionRequest, keys_max: int = protocol.REQUEST_KEYS_MAX) -> None:
-        """Ask all tiers for what has no final code, `keys_max` keys at most, and lease what is ready."""
+        """Ask all tiers for keys without a final code, `keys_max` at most, and lease ready blocks."""
         manager, codes = self.host.manager, request.codes
         asked = [index for index in range(request.answered, len(codes)) if codes[index] == protocol.WAITING]
         if len(asked) > keys_max:

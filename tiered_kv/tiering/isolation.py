@@ -117,7 +117,7 @@ class IsolatedTier(WrapperTier):
         self._lookups.expire()
         self._ensure_thread()
         if self._running and self._on_finished is not None and not (self._thread and self._thread.is_alive()):
-            self._collect()  # a host waits for its memory: a job that hung when the tier was closed may have ended
+            self._collect()  # a caller waits for its memory: a job that hung when the tier was closed may have ended
         return _take_all(self._results)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

@@ -1,6 +1,6 @@
 """A tier that is not `required`, until it can be opened: every lookup is a miss, and every job fails.
 
-opening thread:   open, until that succeeds ... hand the tier over, wake the host
+opening thread:   open, until that succeeds ... hand the tier over, wake the caller
 manager's thread: lookup: False ... get_finished: take the tier in, reset it if there was a reset ... pass calls on
 """
 

@@ -115,7 +115,7 @@ class BatchedLookups:
         self.answers.pop(req_id, None)
 
     def clear(self) -> None:
-        """Drop all answers, and ignore those of running probes."""
+        """Drop all answers, and ignore the answers of running probes."""
         self.answers.clear()
         self._pending.clear()
         self._gathered.clear()

@@ -49,7 +49,7 @@ class LookupState:
     unanswered: dict[tuple[OffloadKey, GuardedTier], float] = field(default_factory=dict)
     """Since when (seconds) a tier has not answered for a key."""
     denied: dict[OffloadKey, int] = field(default_factory=dict)
-    """Of the anonymous request: the number of the last tier that has answered False, since the request waits."""
+    """For the anonymous request: the number of the last tier that has answered False, since the request waits."""
     failed: dict[OffloadKey, set[GuardedTier]] = field(default_factory=dict)
     """Tiers that it does not ask for a key any more: they failed to load it, or would load it too late."""
     timed_out: dict[GuardedTier, Fate] = field(default_factory=dict)

@@ -23,7 +23,7 @@ RATE_WEIGHT: Final = 0.1
 FORGET: Final = 0.98
 """Factor for the counted returns each minute: they halve in half an hour."""
 PRIOR_BLOCKS: Final = 64.0
-"""Weight, in blocks, of the prior in each group: its blocks return as often as those of all groups."""
+"""Weight, in blocks, of the prior in each group: that its blocks return as often as blocks of all groups."""
 OFFERS_MAX: Final = 1 << 16
 """Offers that are remembered, in about 20 MiB."""
 REQUESTS_MAX: Final = 1 << 14

@@ -154,7 +154,7 @@ def verify_record(
     """Check a whole record whose key is unknown. So the tag of an encrypted payload is not checked.
 
     `record` is header and payload, one-dimensional; `block` a buffer to decompress into, None if the size of blocks is
-    unknown; `key_digest` that of its key, if its name contains it.
+    unknown; `key_digest` is the digest of its key, if its name contains it.
     """
     give_way()
     payload = record[HEADER_BYTES:]

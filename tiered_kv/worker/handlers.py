@@ -70,7 +70,7 @@ def open_handlers(
         block_size_factor: Device blocks in an offloaded block.
         part_offset: Where this worker's part of a row begins, in bytes.
         part_bytes: Bytes of that part; by default the rest of the row.
-        check: Called before each transfer; what it raises refuses the transfer.
+        check: Called before each transfer; its exception refuses the transfer.
         on_shutdown: Called when both handlers have been shut down.
 
     Raises:

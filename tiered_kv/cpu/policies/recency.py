@@ -103,7 +103,7 @@ class ChainOrder:
         return True
 
     def discard_all(self, blocks: Iterable[CPUBlock]) -> None:
-        """Remove those of `blocks` that are in the order; cheaper than `discard` of each."""
+        """Remove `blocks`, as far as they are in the order; cheaper than `discard` of each."""
         chain: RequestChain | None = None
         stack: dict[int, CPUBlock] | None = None
         for block in blocks:
