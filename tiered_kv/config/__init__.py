@@ -1,4 +1,8 @@
-"""The values of a stack's YAML file; `stack_config.py` beside this folder makes a checked `StackConfig` of them.
+"""The values of a stack's YAML file; `tiered_kv/stack_config.py` makes a checked `StackConfig` of them.
+
+The opening of a stack, the command and the engines' integrations call it, on their own thread, before any tier exists.
+What must stay true: a wrong value is a `ConfigError` that names its place in the file, and no message and no text of a
+setting shows a secret.
 
 reading          the file, and the variables in it
 settings         the base of all models; `TierSettings`, which a tier's author subclasses
