@@ -8,17 +8,23 @@ import os
 import threading
 from contextlib import closing
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import tiered_kv
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, Engine, Served, keys_of, serving, stack_of
+from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ResourceError
 from tiered_kv.limits import Limit, Limits
 from tiered_kv.server import allocation, memory
+from tiered_kv.server.attach import Attachment
 from tiered_kv.server.memory import Generations, HostRegion
+from tiered_kv.server.protocol import Hello
+from tiered_kv.server.worker import HostWorker
 from tiered_kv.testing.control import wait_until
+from tiered_kv.worker.handlers import WorkerHandlers
 
 CHUNK_ROWS, ROWS = 16, 256
 CHUNK_BYTES = CHUNK_ROWS * BLOCK_BYTES
@@ -166,6 +172,7 @@ def free_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is free of the memory: the last number, once all others were asked for."""
     free = [ROWS * BLOCK_BYTES]
     monkeypatch.setattr(allocation, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(allocation, "LOOKS_MAX", 1 << 30)
     monkeypatch.setattr(
         Limits, "free_memory", lambda *_, **__: [Limit(free.pop(0) if len(free) > 1 else free[0], "memory.max")]
     )
@@ -297,3 +304,70 @@ def test_a_program_hears_whether_rows_may_count_for_it(
     assert all("1MiB" in each and "100GiB (memory.max of the cgroup /a)" in each for each in warned)
     assert all("primary.prefault" in each for each in warned)
     assert ("the server allocates its rows" in caplog.text) is (prefault is not False)
+
+
+@pytest.mark.parametrize("refused_from", [5 * CHUNK_BYTES, 1 << 62])
+def test_who_pins_rows_has_those_that_are_allocated_and_no_other(
+    refused_from: int, tmp_path: Path, pages: Pages, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To pin a page allocates it, and counts for who pins it."""
+    pinned: list[PrimaryRegion] = []
+
+    def pin(region: PrimaryRegion) -> WorkerHandlers:
+        region.array[:] = 1
+        pinned.append(region)
+        return WorkerHandlers(store=mock.Mock(), load=mock.Mock())
+
+    pages.refused_from = refused_from
+    pages.may_go_on.clear()
+    with serving(tmp_path, stack_of(ROWS)) as served:
+        worker = HostWorker(Attachment(served.address, Hello("engine", "worker"), pins_rows=True), pin)
+        try:
+            assert not pinned
+            assert "still allocates its rows" in caplog.text
+            assert allocated_bytes(served.host.region.fd) == CHUNK_BYTES
+            pages.may_go_on.set()
+            rows = wait_for_rows(served)
+            wait_until(lambda: bool(pinned))
+            assert pinned[0].num_blocks == rows == min(ROWS, refused_from // BLOCK_BYTES)
+            assert served.host.region.ready_rows == rows
+        finally:
+            for handler in (worker.handlers.store, worker.handlers.load):
+                handler.shutdown()
+
+
+def test_a_server_waits_for_memory_for_a_bounded_time(
+    free_bytes: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines that pin the rows wait for its end."""
+    monkeypatch.setattr(allocation, "LOOKS_MAX", 3)
+    free_bytes += [SPARE_BYTES + CHUNK_BYTES, SPARE_BYTES]
+    with closing(HostRegion(ROWS, BLOCK_BYTES, prefault=True)) as region:
+        wait_until(lambda: not region.is_allocating)
+        assert region.ready_rows == 2 * CHUNK_ROWS
+    assert "only the rows in 128KiB of 1MiB are used" in caplog.text
+
+
+def test_rows_of_two_namespaces_do_not_take_the_same_free_memory(
+    free_bytes: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What one may take after it has looked, and has not taken yet, is not free for the other."""
+    may_go_on = threading.Event()
+
+    def touch(address: int, length: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_go_on.wait(WAIT_S)
+        _populate(address, length)
+
+    monkeypatch.setattr(allocation, "populate", touch)
+    monkeypatch.setattr(memory, "_LOOK_BYTES", ROWS * BLOCK_BYTES)
+    with closing(HostRegion(ROWS, BLOCK_BYTES, prefault=True)) as first:
+        wait_until(lambda: first._allocation is not None and first._allocation._next == 5 * CHUNK_BYTES)
+        assert not caplog.text
+        with closing(HostRegion(ROWS, BLOCK_BYTES, prefault=True)) as second:
+            try:
+                wait_until(lambda: "until more are free" in caplog.text)
+            finally:
+                may_go_on.set()
+            wait_until(lambda: not first.is_allocating and not second.is_allocating)
+            assert first.ready_rows == second.ready_rows == ROWS

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
+from weakref import WeakSet
 
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ResourceError
@@ -30,6 +31,8 @@ FIRST_BYTES: Final = 64 << 20
 """What is allocated before the start goes on: some tens of milliseconds."""
 LOOK_AGAIN_S: Final = 2.0
 """While little memory is free, perhaps since an engine loads its model."""
+LOOKS_MAX: Final = 300
+"""So many times, 10 minutes: engines that pin the rows attach only when there will be no others."""
 _THREADS: Final = 4
 _NICE: Final = 10
 """The server already answers, and engines run: what they need of the processors goes first."""
@@ -40,6 +43,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _Room = Callable[[int], tuple[int, str]]
+
+_looking = threading.Lock()  # guards `_all`; whoever has it looks for room, and gives it to one allocation
+_all: WeakSet[RowAllocation] = WeakSet()
+"""Those of this process that take of the free memory: what one may take is not free for another."""
 
 
 class RowAllocation:
@@ -63,7 +70,7 @@ class RowAllocation:
         self._fd, self._address, self._size_bytes = fd, address, size_bytes
         self._chunk_bytes = max(CHUNK_BYTES, page_bytes)
         self._room = room
-        self._looking = threading.Lock()  # one thread looks for room at a time, and waits for it
+        self._waiting = threading.Lock()  # one thread looks for room at a time, and waits for it
         self._closed = threading.Event()
         self._lock = threading.Lock()  # guards all below, and is never held across a call of the kernel
         self._next = 0
@@ -73,12 +80,26 @@ class RowAllocation:
         """Lengths of chunks that are allocated, by their offsets, behind one that is not."""
         first_bytes = max(FIRST_BYTES, self._chunk_bytes)  # whoever opens the stack has looked
         self._allowed_bytes = size_bytes if room is None else min(size_bytes, first_bytes)
-        self._is_waiting = self._may_wait = False
+        self._looks = 0
+        """While it waits for memory."""
+        self._may_wait = False
+        self._done_bytes = 0
         self._running = 0
         self._threads: list[threading.Thread] = []
         self.refusal = ""
         self.ready_bytes = 0
         self.is_over = False
+        if room is not None:
+            with _looking:
+                _all.add(self)
+
+    @property
+    def _promised_bytes(self) -> int:
+        """What it may allocate without another look, with what it does now."""
+        with self._lock:
+            if self._end < self._size_bytes:
+                return 0
+            return min(self._allowed_bytes, self._end - self._next) + self._next - self._done_bytes
 
     def begin(self) -> None:
         """Allocate what the first rows need; call it once, and then look at `refusal`."""
@@ -135,7 +156,7 @@ class RowAllocation:
 
     def _take(self) -> tuple[int, int] | None:
         """Return the offset and the length of the next chunk, once there is room for it; None if there is none."""
-        with self._looking:
+        with self._waiting:
             while True:
                 with self._lock:
                     offset, length = self._next, min(self._chunk_bytes, self._end - self._next)
@@ -150,17 +171,22 @@ class RowAllocation:
     def _await_room(self, wanted: int) -> None:
         """Look how much memory is free; while it is too little, wait for a while."""
         assert self._room is not None, "reserved pages have room"
-        room_bytes, why = self._room(wanted)  # reads files of the kernel
-        if room_bytes >= wanted:
-            self._is_waiting = False
-            with self._lock:
-                self._allowed_bytes = room_bytes
-            return
-        if not self._may_wait:
+        with _looking:
+            promised = sum(each._promised_bytes for each in _all if each is not self)
+            room_bytes, why = self._room(wanted + promised)  # reads files of the kernel
+            room_bytes -= promised
+            if room_bytes >= wanted:
+                self._looks = 0
+                with self._lock:
+                    self._allowed_bytes = room_bytes
+                return
+        if promised:
+            why += f", and {rounded_bytes(promised)} are for the rows of other namespaces"
+        if not self._may_wait or self._looks >= LOOKS_MAX:
             self._refuse(self._next, why)
             return
-        if not self._is_waiting:
-            self._is_waiting = True
+        self._looks += 1
+        if self._looks == 1:
             begun, size = rounded_bytes(self._next), rounded_bytes(self._size_bytes)
             _log.warning("%s: the server uses the rows in %s of %s until more are free", why, begun, size)
         self._closed.wait(LOOK_AGAIN_S)
@@ -174,6 +200,7 @@ class RowAllocation:
         with self._lock:
             before = 10 * self.ready_bytes // self._size_bytes
             self._finished[offset] = length
+            self._done_bytes += length
             while ready := self._finished.pop(self.ready_bytes, 0):
                 self.ready_bytes += ready
             now = 10 * self.ready_bytes // self._size_bytes

@@ -26,7 +26,7 @@ from tiered_kv.server.channel import Channel, connect_in_turn
 from tiered_kv.server.memory import map_generations, map_host_region
 from tiered_kv.server.protocol import Hello, ProtocolError, Welcome
 from tiered_kv.server.reset_file import ResetNotes
-from tiered_kv.server.welcome import check_files, welcome_of
+from tiered_kv.server.welcome import check_allocated, check_files, receive, welcome_of
 from tiered_kv.threads import start_thread
 from tiered_kv.tiering.spell import LOGGED_AT_ONCE, LOGGED_PAUSE_S
 
@@ -166,16 +166,17 @@ class Attachment:
         address: "unix:" and the path of the server's socket.
         hello: Who this process is.
         maps_rows: Whether the process copies blocks itself.
+        pins_rows: Whether it pins all of them: then it attaches when they are allocated.
     """
 
-    def __init__(self, address: str, hello: Hello, *, maps_rows: bool = True) -> None:
+    def __init__(self, address: str, hello: Hello, *, maps_rows: bool = True, pins_rows: bool = False) -> None:
         if not address.startswith(SCHEME) or len(address) == len(SCHEME):
             raise ConfigError(f"expected 'unix:' and the path of a socket, found {address!r}", location="attach")
         self.path = address.removeprefix(SCHEME)
         protocol.check_path(self.path, "attach")
         self.hello = hello
         self.resets = ResetNotes(self.path, hello.settings)
-        self._maps_rows = maps_rows
+        self._maps_rows, self._pins_rows = maps_rows, pins_rows
         self._ready: HostLink | None = None
         self._wanted = threading.Event()
         self._closed = threading.Event()
@@ -355,10 +356,12 @@ class Attachment:
             body = protocol.to_json(self.hello)
             with suppress(BrokenPipeError):  # it has refused this process already: what it sent comes next
                 sock.send(protocol.HEADER.pack(protocol.HELLO, 0, 0, 0, len(body)) + body)
-            packet, fds = _receive(sock)
+            packet, fds = receive(sock)
             welcome = welcome_of(packet)
             check_files(fds, welcome)
             self._check_blocks(welcome)
+            if self._pins_rows:
+                check_allocated(fds[0], welcome)
             if len(fds) > 2:
                 self.resets.adopt(fds[2])
             is_noted_there = len(fds) > 2 and self.resets.number > 0
@@ -389,11 +392,3 @@ def reason_for(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return f"an unexpected error: {type(error).__name__}: {error}"
-
-
-def _receive(sock: socket.socket) -> tuple[bytes, list[int]]:
-    try:
-        packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 3)
-    except ConnectionResetError:  # it has left our message unread; what it sent comes next (unix(7))
-        packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 3)
-    return packet, fds

@@ -201,13 +201,12 @@ class Host:
         )
 
     def welcome(self) -> Welcome:
-        rows = self.config.primary_blocks
-        usable = rows if self.region.is_allocating else self.region.ready_rows
+        usable = self.config.primary_blocks if self.region.is_allocating else max(1, self.region.ready_rows)
         grant_max = max(1, usable // GRANT_MAX_SHARE)
         return Welcome(
             instance=self.instance,
             namespace=self.config.identity.digest.hex(),
-            rows=rows,
+            rows=usable,  # who pins them pins no other
             row_bytes=self.config.block.bytes,
             block_tokens=self.config.block.tokens,
             epoch=self.epoch,

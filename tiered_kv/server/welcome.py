@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import socket
 import stat
 from typing import Any, Final
 
@@ -19,8 +20,18 @@ from tiered_kv.server import protocol
 from tiered_kv.server.protocol import ProtocolError, Welcome
 
 _GENERATION_BYTES: Final = 4
+_STAT_BLOCK_BYTES: Final = 512  # stat(2)
 _SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _WELCOME: Final = TypeAdapter(Welcome)
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the server's answer, and the files that come with it, which the caller closes."""
+    try:
+        packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 3)
+    except ConnectionResetError:  # it has left our message unread; what it sent comes next (unix(7))
+        packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 3)
+    return packet, fds
 
 
 def welcome_of(packet: bytes) -> Welcome:
@@ -66,6 +77,16 @@ def check_files(fds: list[int], welcome: Welcome) -> None:
             raise ConfigError(f"expected {format_bytes(size_bytes)} of {name} from the server, found {found}")
         if not _has_fixed_size(fd):
             raise OSError(f"expected {name} of a fixed size from the server, found a file that it may cut: replace it")
+
+
+def check_allocated(fd: int, welcome: Welcome) -> None:
+    """Check that all rows are allocated: to pin others would allocate them for this process, which may be killed.
+
+    Raises:
+        OSError: The server has not allocated all of them yet.
+    """
+    if welcome.prefault and os.fstat(fd).st_blocks * _STAT_BLOCK_BYTES < welcome.rows * welcome.row_bytes:
+        raise OSError("the server still allocates its rows, and this engine pins all of them")
 
 
 def _has_fixed_size(fd: int) -> bool:

@@ -14,6 +14,7 @@ from tiered_kv.server.idle import EngineManager
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.worker import HostWorker
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
+from tiered_kv.worker.plan import device_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class HostCache:
             ValueError: The caches do not fit into the worker's part of a block.
         """
         opened = functools.partial(self._handlers_over, kv_caches, rank)
-        return HostWorker(Attachment(self.address, self._hello("worker")), opened).handlers
+        is_pinned = device_of(kv_caches).type == "cuda"
+        return HostWorker(Attachment(self.address, self._hello("worker"), pins_rows=is_pinned), opened).handlers
 
     def _handlers_over(self, kv_caches: CanonicalKVCaches, rank: int, region: PrimaryRegion) -> WorkerHandlers:
         if region.block_bytes != self.block_bytes:
