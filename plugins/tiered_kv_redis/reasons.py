@@ -117,6 +117,7 @@ _SAID_BY_WORDS: Final[Mapping[str, tuple[str, str]]] = {
         "correct 'username' and 'password'; after a change of the password, start this process with the new one",
     ),
     "Authentication required": ("refuses the user or password", "set 'password'"),
+    "error: unauthenticated": ("refuses the user or password", "set 'password'"),
     "no password is set": ("has no password", "remove 'password', or set its 'requirepass'"),
     "DB index is out of range": ("has no such database", "correct 'db', or raise its 'databases'"),
     "stop-writes-on-bgsave-error": (
@@ -162,7 +163,13 @@ _BY_CODE: Final = {
 }
 _NOT_SERVED: Final = "Hash slot not served"
 """A member's text, after CLUSTERDOWN, if one slot has no server and other slots have."""
-_BY_TEXT: Final = {_NOT_SERVED.encode(): MOVED, b"max number of clients": UNAVAILABLE}
+_UNAUTHENTICATED: Final = "Protocol error: unauthenticated"
+"""The text for a client without a password that sends a block: its length is refused before the command is read."""
+_BY_TEXT: Final = {
+    _NOT_SERVED.encode(): MOVED,
+    b"max number of clients": UNAVAILABLE,
+    _UNAUTHENTICATED.encode(): AUTH,
+}
 """By the beginning of the text after the code, before the code counts."""
 
 _BY_TYPE: Final[Mapping[type[BaseException], str]] = {

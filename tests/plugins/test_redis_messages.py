@@ -89,6 +89,8 @@ def test_a_refusal_at_the_opening_names_the_setting(
         (b"LOADING Redis is loading the dataset in memory", "loading", "wait until it has"),
         (b"ERR max number of clients reached", "unavailable", "raise its 'maxclients'"),
         (b"ERR Protocol error: invalid bulk length", "server_error", "raise its 'proto-max-bulk-len'"),
+        (b"ERR Protocol error: unauthenticated bulk length", "auth", "set 'password'"),
+        (b"ERR Protocol error: unauthenticated multibulk length", "auth", "set 'password'"),
     ],
 )
 def test_what_a_server_says_is_explained_by_its_setting(said: bytes, reason: str, named: str) -> None:
