@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiered_kv.file_systems import is_stuck
+from tiered_kv.file_systems import is_of_place, is_stuck
 from tiered_kv.permissions import NotPrivateError
 from tiered_kv.threads import run_all
 from tiered_kv.toolkit.claimed import Identity
@@ -117,31 +117,39 @@ class SegmentScan:
         self._scratch = ThreadBuffer()
         self._file_bytes = 0
         self.failure: OSError | None = None
-        """Why the last segment could not be read to its end."""
+        """Why the last segment, or its summary, could not be read to its end."""
 
     def read(self, fd: int, slot: int) -> Segment | None:
         """Return the segment in an open file, with its readable blocks; None without an intact header.
 
-        After a read error the segment is damaged, and keeps the blocks read so far. It is not written to again, so
-        the next opening may find the rest.
+        A summary at a bad place counts as none. After another read error the segment is damaged, and keeps the blocks
+        read so far. It is not written to again, so the next opening may find the rest.
         """
         self._file_bytes, self.failure = os.fstat(fd).st_size, None
         segment = Segment(slot, fd, self._file_bytes, 0)
         try:
             if not self._read_header(segment):
                 return None
-            summary = self._read_summary(segment)
+            try:
+                summary = self._read_summary(segment)
+            except OSError as error:
+                if not is_of_place(error):
+                    raise
+                self._note(error)
+                summary = None  # the batches say the same
             if summary is not None and summary.epoch != self.epoch:
                 segment.epoch = summary.epoch
                 segment.state = SegmentState.SEALED
                 return segment
             batches = self._read_batches(segment)
             is_sealed = summary is not None and not batches
+            # A summary that can be read later must not speak of batches that others have replaced.
+            segment.damaged |= self.failure is not None and not batches
         except OSError as error:
             if error.errno == errno.ENOMEM:  # not the fault of the file
                 raise
-            self.counters.note_io_error("recovering a segment file", error)
-            segment.damaged, is_sealed, self.failure = True, False, error
+            self._note(error)
+            segment.damaged, is_sealed = True, False
         if len(segment.table) or segment.damaged:
             segment.epoch = self.epoch
             segment.state = SegmentState.SEALED if is_sealed else SegmentState.FULL
@@ -151,6 +159,10 @@ class SegmentScan:
         segment.reserved_blocks = len(segment.table)
         segment.key_bytes = sum(map(len, segment.table.keys))
         return segment
+
+    def _note(self, error: OSError) -> None:
+        self.counters.note_io_error("recovering a segment file", error)
+        self.failure = error
 
     def _read_header(self, segment: Segment) -> bool:
         """Set the segment's fields from its header; return False if it has no intact one."""

@@ -79,6 +79,21 @@ def test_a_bad_place_in_a_segment_without_a_summary_is_named_and_ends_it(alice: 
     assert alice.load(BLOCKS) == (BLOCKS, 0)
 
 
+def test_a_summary_that_cannot_be_read_is_named_and_its_repair_costs_no_block(
+    alice: Tenant, bad_files: BadFiles
+) -> None:
+    bad = places_of(alice, 7)
+    size = bad.path.stat().st_size
+    bad_files.reads.append(BadPlace(bad.path, size - PAGE_BYTES, size))
+    status, found = alice.verify()
+    assert (status, found["damaged"], found["blocks"]) == (1, {"bad_place": 1}, BLOCKS + 1)
+    assert str(bad.path) in found["named"][0]["name"]
+    assert alice.verify("--repair")[0] == 0
+    bad_files.reads.clear()  # a disk replaces a place when it is written
+    assert alice.verify()[0] == 0
+    assert alice.load(BLOCKS) == (BLOCKS, 0)
+
+
 def test_a_header_that_cannot_be_read_is_named(alice: Tenant, bad_files: BadFiles) -> None:
     path = without_summary(alice)
     bad_files.reads.append(BadPlace(path, 0, 512))

@@ -139,6 +139,21 @@ def test_blocks_before_a_read_error_stay_and_the_rest_is_found_later(bench: Stor
     assert bench.get(bench.open(), keys) == set(keys)
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENODATA])
+def test_a_summary_that_cannot_be_read_costs_no_block(bench: StoreBench, code: int) -> None:
+    keys = [key for number in range(8) for key in bench.batch(number)]
+    store = bench.open()
+    bench.fill(store, range(8))
+    store.close()
+    disk = FaultyDisk()
+    disk.on_read = fail(code, offsets=[bench.segments[0].stat().st_size - PAGE_BYTES])
+    for _ in range(2):
+        store = bench.open(disk)
+        assert bench.get(store, keys) == set(keys)
+        store.close()
+    assert bench.get(bench.open(), keys) == set(keys)
+
+
 @pytest.mark.parametrize("refused", [1, 2])
 def test_an_opening_without_threads_reads_the_directory_itself(bench: StoreBench, refused: int) -> None:
     store = bench.open()
