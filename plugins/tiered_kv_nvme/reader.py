@@ -19,7 +19,7 @@ from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentEntry, checksum, pages
 from tiered_kv_nvme.pool import SegmentPool, ordinal_of, place_of, slot_of
 from tiered_kv_nvme.probe import DiskProbe
-from tiered_kv_nvme.segment import Segment
+from tiered_kv_nvme.segment import LEFT_OUT_S, Segment
 from tiered_kv_nvme.worth import READ
 
 RUN_BYTES_MAX = 8 << 20
@@ -47,6 +47,7 @@ class Wanted(NamedTuple):
             and self.scatter is first.scatter
             and 0 <= self.entry.offset - _end(run[-1].entry) <= GAP_BYTES_MAX
             and len(run) < RUN_BLOCKS_MAX
+            and not (self.segment.alone_until_s and time.monotonic() < self.segment.alone_until_s)
             and _end(self.entry) - first.entry.offset <= RUN_BYTES_MAX
         )
 
@@ -155,7 +156,7 @@ class BlockReader:
         """Read the blocks of a run again, after a read of all failed; None for blocks that the disk may have later.
 
         A block is at a bad place if its own read fails and one elsewhere succeeds after it. If none does, the disk is
-        away: the others are not read.
+        away: the others are not read. If there is no time to read each, the next loads do that from the beginning.
         """
         statuses: list[RecordStatus | None] = []
         if len(run) == 1 and time.monotonic() >= deadline:  # a disk may try for long: this was the block's own read
@@ -170,6 +171,9 @@ class BlockReader:
                 if not (is_of_place(error) and self.probe.takes_reads(item.segment)):
                     break
                 statuses.append(RecordStatus.BAD_PLACE)
+        if is_of_place(error) and len(statuses) < len(run) and time.monotonic() >= deadline:
+            with self.pool.changed:
+                run[0].segment.alone_until_s = time.monotonic() + LEFT_OUT_S
         return [*statuses, *[None] * (len(run) - len(statuses))]
 
     def _read(self, run: Sequence[Wanted]) -> list[RecordStatus]:

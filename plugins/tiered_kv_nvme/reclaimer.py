@@ -29,6 +29,9 @@ _GROW_RETRY_S = 5.0  # how often to check whether the capacity and the file syst
 _WATCH_S = 5.0  # how often to check whether somebody has deleted the directory, or files in it
 _WATCH_PAUSE_S = 0.5  # the least time between two such checks, after a file could not be made
 
+_FAILED_READS_MAX = 8
+"""How many failed reads end the relocation from a segment: a disk may try each for long, and stores wait for it."""
+
 _SPACE_AT_ONCE = 6
 _SPACE_PAUSE_S = 60.0
 """The log says so often that the disk is full, then once in this time."""
@@ -213,13 +216,14 @@ class Reclaimer:
         return is_done
 
     def _relocate(self, segment: Segment, epoch: int) -> None:
-        waiting = deque(survivors(self.pool, segment))
-        while waiting:
+        waiting, failures = deque(survivors(self.pool, segment)), 0
+        while waiting and failures < _FAILED_READS_MAX:
             ordinals = waiting.popleft()
             try:
                 payloads = self.reader.read_stored(segment, ordinals)
             except OSError as error:
                 self.counters.note_io_error("reading blocks", error)
+                failures += 1
                 if len(ordinals) > 1 and is_of_place(error) and self.probe.takes_reads(segment):
                     waiting.extendleft([ordinal] for ordinal in ordinals)  # all but those at the bad place
                 continue

@@ -80,6 +80,7 @@ class Segment:
     readers: int = 0
     refused_offset: int = 0  # as in its header: where the disk refused a batch; it is filled no further
     refused_s: float = 0.0  # when that was, by `time.monotonic`
+    alone_until_s: float = 0.0  # until then each block is read alone: a bad place was too slow to find it among many
     state: SegmentState = field(init=False)
     epoch: int = field(init=False)
     table: EntryTable = field(init=False)
@@ -100,6 +101,7 @@ class Segment:
         self.sequence = 0
         self.reserved_blocks = 0
         self.key_bytes = 0
+        self.alone_until_s = 0.0
 
     @property
     def is_left_out(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -208,6 +209,49 @@ def test_after_its_deadline_a_load_reads_no_block_again(bench: StoreBench, block
         outcome = store.load(keys, bench.memory(blocks), deadline=5.0)
     assert (outcome.successful_keys, len(reads)) == (set(), 1)
     assert store.contains(keys) == [blocks > 1] * blocks
+
+
+def test_a_slow_bad_place_among_many_blocks_is_found_by_the_next_load(bench: StoreBench) -> None:
+    store = bench.open_ready()
+    keys = make_keys(40)
+    bench.put(store, keys)
+    _, first, last = place(store, keys[20])
+
+    def fail_late(buffers: Sequence[memoryview], offset: int) -> int | None:
+        if offset < last and first < offset + sum(map(len, buffers)):
+            monotonic[0] += 10.0
+            raise OSError(errno.EIO, "injected")
+        return None
+
+    monotonic = [0.0]
+    bench.disk.on_read = fail_late
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tiered_kv_nvme.reader.time.monotonic", lambda: monotonic[0])
+        for start_s, is_offered in ((0.0, True), (20.0, False)):
+            monotonic[0] = start_s
+            assert keys[20] not in set(store.load(keys, bench.memory(40), deadline=start_s + 5.0).successful_keys or ())
+            assert store.contains(keys) == [is_offered or key != keys[20] for key in keys]
+        others = [key for key in keys if key != keys[20]]
+        assert store.load(others, bench.memory(39), deadline=monotonic[0] + 5.0).successful_keys is None
+
+
+def test_a_reclaimer_ends_its_reads_of_a_segment_with_many_bad_places(bench: StoreBench) -> None:
+    store = bench.open_ready()
+    failures: list[int] = []
+
+    def note_and_fail(buffers: Sequence[memoryview], offset: int) -> int | None:
+        if offset and threading.current_thread().name.endswith("reclaimer"):
+            failures.append(offset)
+            raise OSError(errno.EIO, "injected")
+        return None
+
+    bench.disk.on_read = note_and_fail
+    for number in range(bench.BATCHES):
+        bench.fill(store, [number])
+        store.touch([each for other in range(number + 1) for each in bench.batch(other)[::2]])
+        bench.wait_until_ready(store)
+    reclaimed = store.stats()["reclaimed_segments_total"]
+    assert 0 < len(failures) <= 8 * reclaimed
 
 
 def test_a_reclaimed_segment_with_a_bad_place_keeps_its_other_blocks_in_use(bench: StoreBench) -> None:
