@@ -279,6 +279,15 @@ def test_a_server_takes_no_path_of_something_else(tmp_path: Path, capsys: pytest
     assert f"cannot listen at {tmp_path}: it is no socket; give another path" in capsys.readouterr().err
 
 
+def test_a_server_without_the_directory_of_its_socket_says_to_make_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack = tmp_path / "stack.yaml"
+    stack.write_text("version: 1\nprimary: {capacity: 1MiB}\n")
+    assert main(["serve", str(stack), "--socket", f"{tmp_path}/missing/cache.sock"]) == 2
+    assert f"there is no directory {tmp_path}/missing; make it, or give another path" in capsys.readouterr().err
+
+
 def test_a_program_without_calls_lets_the_memory_of_its_server_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,8 +47,8 @@ class Listener(socket.socket):
                 self._listen(mode)
         except OSError as error:
             self.close()
-            reason = "a server listens there already" if self.path.is_socket() else error.strerror or str(error)
-            raise ConfigError(f"cannot listen at {self.path}: {reason}", location="--socket") from error
+            message = f"cannot listen at {self.path}: {self._reason(error)}"
+            raise ConfigError(message, location="--socket") from error
         except BaseException:
             self.close()
             raise
@@ -67,6 +67,13 @@ class Listener(socket.socket):
         except BaseException:
             self._unlink()
             raise
+
+    def _reason(self, error: OSError) -> str:
+        if self.path.is_socket():
+            return "a server listens there already"
+        if error.errno == errno.ENOENT:  # such as one below /run, which is empty after a start of the machine
+            return f"there is no directory {self.path.parent}; make it, or give another path"
+        return error.strerror or str(error)
 
     def remove(self) -> None:
         """Remove the path, unless somebody else has made it anew. A second call does nothing."""
