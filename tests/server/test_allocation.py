@@ -15,6 +15,7 @@ import pytest
 
 import tiered_kv
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, Engine, Served, keys_of, serving, stack_of
+from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ResourceError
 from tiered_kv.limits import Limit, Limits
@@ -124,6 +125,29 @@ def test_where_pages_are_refused_the_server_has_fewer_rows_and_says_so(
         f"the rows' memory cannot be allocated: Bad address; only the rows in {64 * chunks}KiB of 1MiB" in caplog.text
     )
     assert "100% of" not in caplog.text
+
+
+def test_an_engine_stores_much_at_once_where_pages_are_refused_after_it_has_attached(
+    tmp_path: Path, pages: Pages
+) -> None:
+    """It was told of more rows, and asks for more than there are: it attaches anew, and stores a part."""
+    pages.refused_from = 2 * CHUNK_BYTES
+    pages.may_go_on.clear()
+    with serving(tmp_path, stack_of(ROWS)) as served:
+        engine = served.engine()
+        pages.may_go_on.set()
+        rows = wait_for_rows(served)
+        keys = keys_of(ROWS // 4)
+        written: list[OffloadKey] = []
+
+        def store() -> bool:
+            written[:] = engine.store(keys)  # nothing, while it attaches anew
+            return bool(written)
+
+        wait_until(store)
+        assert len(written) == rows // 4
+        assert engine.load(written) == len(written)
+        assert engine.manager.server.losses == 1, "it asks for no more from there on"
 
 
 def test_few_rows_are_shared_as_all_of_them_would_be(tmp_path: Path, pages: Pages) -> None:

@@ -13,6 +13,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.manager import CHAINS_MAX
+from tiered_kv.errors import ResourceError
 from tiered_kv.server import protocol
 from tiered_kv.server.descriptors import needed_by
 from tiered_kv.server.memory import Generations, HostRegion
@@ -152,6 +153,19 @@ class Host:
         """Rows that all sessions together may still be granted."""
         granted = sum(len(each.granted) for each in self.sessions.values())
         return self.region.ready_rows // GRANTS_MAX_SHARE - granted
+
+    def check_grant(self, wanted: int) -> None:
+        """End the connection of a session that asks for more rows than all together can ever have.
+
+        Pages were refused after it had attached. It attaches anew, is told of fewer rows, and asks for fewer.
+
+        Raises:
+            ResourceError: It does.
+        """
+        rows = self.region.ready_rows
+        is_less = rows < self.config.primary_blocks and not self.region.is_allocating
+        if is_less and wanted > max(GRANT_ROWS_MIN, rows // GRANTS_MAX_SHARE):
+            raise ResourceError("the server has fewer rows than it has said: attach anew")
 
     @property
     def leases_max(self) -> int:

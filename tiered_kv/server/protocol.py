@@ -150,7 +150,7 @@ class Welcome:
     Args:
         instance: Identifies the memory: rows of one instance mean nothing in another.
         namespace: The digest of the namespace and of its blocks: a client uses no other's.
-        rows, row_bytes, block_tokens: Of the namespace's memory.
+        rows, row_bytes, block_tokens: Of the namespace's memory, without rows that will never be allocated.
         epoch: The namespace's epoch.
         grant_rows: Rows that the client should have in advance.
         grant_max: The most that it can have.

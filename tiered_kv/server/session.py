@@ -215,6 +215,7 @@ class Session:
             self._give(unused)
 
     def _grant(self, message: Message) -> None:
+        self.host.check_grant(message.number)
         wanted = min(message.number, self.host.grant_max - len(self.granted), self.host.grant_room, protocol.ROWS_MAX)
         blocks: list[CPUBlock] | None = None
         if wanted > 0:
