@@ -62,6 +62,7 @@ def test_no_odd_welcome_ends_attaching(
 ) -> None:
     monkeypatch.setattr(attach, "RETRY_MAX_S", attach.RETRY_MIN_S / 10)
     monkeypatch.setattr(attach, "RETRY_MIN_S", attach.RETRY_MIN_S / 10)
+    monkeypatch.setattr(attach, "LOGGED_AT_ONCE", 100)  # so that every reason is logged
     path = tmp_path / "cache.sock"
     answers: list[Callable[[socket.socket], object]] = [
         lambda sock: welcome(sock, right_welcome(), []),
