@@ -23,8 +23,20 @@ def _numbers(ids: list[object]) -> tuple[int, ...]:
     if numbers and not (min(numbers) >= 0 and max(numbers) <= HASH_ID_MAX):
         raise ValueError(f"expected ids from 0 to {HASH_ID_MAX}, others as texts (in quotes)")
     if len(set(numbers)) != len(numbers):
-        raise ValueError("an id stands for a block with all before it, so it cannot be repeated")
+        raise ValueError(
+            "an id stands for a block with all before it, so it cannot be repeated, "
+            f"as {_repeated(ids, numbers)!r:.40} is"
+        )
     return numbers
+
+
+def _repeated(ids: list[object], numbers: tuple[int, ...]) -> object:
+    seen: set[int] = set()
+    for each, number in zip(ids, numbers, strict=True):
+        if number in seen:
+            return each
+        seen.add(number)
+    return None
 
 
 def _time(time: float) -> float:
