@@ -68,7 +68,9 @@ class DiskProbe:
         """Yield a segment and some others, which are neither reclaimed nor closed meanwhile."""
         usable = (SegmentState.ACTIVE, SegmentState.FULL, SegmentState.SEALED)
         with self.pool.changed:
-            others = [each for each in self.pool.segments.values() if each is not first and each.state in usable]
+            # A damaged one is not written: the next opening may read its header, of which this one knows nothing.
+            sound = [each for each in self.pool.segments.values() if each.state in usable and not each.damaged]
+            others = [each for each in sound if each is not first]
             others.sort(key=lambda each: (each.refused_offset > 0, each.readers))
             chosen = others[: _SEGMENTS_MAX - 1]
             slots = [each.slot for each in chosen]

@@ -135,6 +135,24 @@ def test_a_disk_that_takes_headers_alone_fails_stores_at_once(bench: StoreBench)
     bench.wait_until(lambda: store.stats()["refused_stores_total"] > 0 or bench.put(store, make_keys(3, "more")))
 
 
+def test_a_refused_write_changes_no_segment_that_could_not_be_read(bench: StoreBench) -> None:
+    """Its header may be read again later, and its blocks be found."""
+    store = bench.open()
+    keys = make_keys(20)
+    bench.put(store, keys)
+    store.close()
+    slots = range(len(bench.segments))
+    disk = BadPlaces()
+    disk.reads = [(slot, 0, PAGE_BYTES) for slot in slots]
+    store = bench.open_ready(disk)
+    assert not any(store.contains(keys))
+    disk.reads = []
+    disk.writes = [(slot, *WHOLE) for slot in range(len(slots), 100)]
+    bench.put(store, make_keys(4, "meanwhile"))
+    store.close()
+    assert bench.get(bench.open(), keys) == set(keys)
+
+
 # Reads.
 
 
