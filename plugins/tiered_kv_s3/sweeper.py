@@ -171,7 +171,7 @@ class Sweeper:
             try:
                 if self._is_old(name):
                     self._control.renew(name)
-                    self.uses.note_age(name, 0.0)
+                    self.uses.note_stored(name)
                     self._counters.add("renewed_blocks_total")
             except BucketError as error:
                 if error.reason in NO_OBJECT:
@@ -218,7 +218,7 @@ class Sweeper:
                         listed_bytes += entry.size_bytes
                         kept += entry.name in earlier and entry.age_s > since_s  # else it was stored again
                         unused_s = self.uses.unused_s(entry.name, begun_s)
-                        if unused_s + CLOCK_S < entry.age_s <= self._ttl_s:  # else it was only stored
+                        if unused_s < entry.age_s <= self._ttl_s:
                             used.append(entry)
                             entry = entry._replace(age_s=unused_s)
                         oldest_s = max(oldest_s, entry.age_s)

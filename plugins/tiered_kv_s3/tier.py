@@ -245,7 +245,7 @@ class S3Tier(BlockingTier):
         if verdict is not Verdict.DONE:
             return verdict
         self._presence.note(name, Verdict.DONE, time.monotonic())
-        self._sweeper.uses.note_age(name, 0.0)
+        self._sweeper.uses.note_stored(name)
         self._sweeper.note_stored(len(header) + len(payload))
         return ""
 

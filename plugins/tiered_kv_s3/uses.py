@@ -27,11 +27,13 @@ class BlockUses:
         """Of these, blocks that were found to be deleted, until `take_gone`."""
 
     def note_age(self, name: str, age_s: float) -> None:
-        """Note how old a block is; one that was just stored, renewed or read counts as used."""
+        """Note the use of a block, and how old it is."""
         now_s = time.monotonic()
         self._note(name, now_s - age_s, now_s)
-        with self._lock:
-            self._gone.pop(name, None)
+
+    def note_stored(self, name: str) -> None:
+        """Note that a block was just stored or renewed, which is no use."""
+        self._note(name, time.monotonic(), -math.inf)
 
     def note_listed(self, name: str, age_s: float) -> None:
         """Note how old a block is, which is no use."""
@@ -70,8 +72,10 @@ class BlockUses:
 
     def _note(self, name: str, stored_s: float, used_s: float) -> None:
         with self._lock:
-            known_s, _ = self._known.get(name, (-math.inf, 0.0))
-            self._known[name] = max(stored_s, known_s), used_s
+            known = self._known.get(name, (-math.inf, -math.inf))
+            self._known[name] = max(stored_s, known[0]), max(used_s, known[1])
             self._known.move_to_end(name)
             if len(self._known) > KNOWN_MAX:
                 self._known.popitem(last=False)
+            if stored_s > -math.inf:
+                self._gone.pop(name, None)

@@ -192,11 +192,21 @@ def test_a_sweep_renews_no_block_that_was_only_stored() -> None:
     with running(sweeper):
         for name in NAMES[:12]:
             bucket.written_s[name] = bucket.now_s - 1.0  # a server gives times in whole seconds
-            sweeper.uses.note_age(name, 0.0)
+            sweeper.uses.note_stored(name)
             sweeper.note_stored(RECORD_BYTES)
         sweeper.sweep()
         assert not sweeper._renewals
     assert not bucket.renewed
+
+
+def test_a_used_block_is_spared_also_where_all_are_seconds_old() -> None:
+    bucket = SharedBucket(0)
+    sweeper, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)
+    bucket.written_s.update({name: bucket.now_s - 1.5 + number / 100 for number, name in enumerate(NAMES[:12])})
+    with running(sweeper):
+        sweeper.note_load(NAMES[0], 1.5)
+        sweeper.sweep()
+    assert sorted(bucket.written_s) == sorted([NAMES[0], *NAMES[5:12]])
 
 
 def test_before_a_first_sweep_deletes_anything_the_other_processes_renew_what_they_use() -> None:
