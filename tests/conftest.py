@@ -278,7 +278,7 @@ def clock() -> ManualClock:
 @pytest.fixture(scope="session")
 def drawing_library() -> None:
     """The library that draws, and the files of letters that it keeps open for the whole process."""
-    from tiered_kv._cli.report.figures import draw
+    from tiered_kv.cli.report.figures import draw
 
     def plot(axes: Any) -> None:  # Any: the library's axes
         axes.set_xlabel("letters")

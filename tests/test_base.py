@@ -26,11 +26,11 @@ from tiered_kv.base import (
     get_offload_group_idx,
     make_offload_key,
 )
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINTS_KEY, SECONDS_MAX, HintReader, Hints
-from tiered_kv.stack_config import load_config
 
 
 @given(block_hash=st.binary(max_size=100), group_idx=st.integers(0, 2**32 - 1))

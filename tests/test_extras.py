@@ -15,8 +15,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, stack_of
+from tiered_kv.config.hooks import imported
 from tiered_kv.errors import MissingExtraError
-from tiered_kv.hooks import imported
 
 ROOT = Path(__file__).parents[1]
 Entry = dict[str, object]
@@ -71,7 +71,7 @@ class WithoutExtras:
 sys.meta_path[:] = [WithoutExtras(finder) for finder in sys.meta_path]
 
 import tiered_kv
-from tiered_kv.cli import main
+from tiered_kv.cli.main import main
 
 error_text = {}
 for name, stack in stacks.items():

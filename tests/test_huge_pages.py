@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.support.kernels import GIB, KIB, MACHINES, MIB, give_transparent, write_files, write_machine
-from tiered_kv.huge_pages import HugePages, PoolLimit, aligned_to, map_aligned
-from tiered_kv.limits import Limits
+from tiered_kv.system.huge_pages import HugePages, PoolLimit, aligned_to, map_aligned
+from tiered_kv.system.limits import Limits
 
 X86, ARM_16K, ARM_64K = MACHINES
 V2 = "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"

@@ -44,32 +44,30 @@ EXTRAS = frozenset(
 IMPORT_LIMIT_S = 0.150
 PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
 
-GROUND = (
-    "base collector mediums abstract backend errors file_systems hints hit_density permissions threads reasons buffers "
-    "log_limit"
-)
+ENGINES = ("lmcache", "sglang", "transformers", "vllm")
+"""Whose plugins are there, beside those of tiers."""
+GROUND = "base mediums abstract backend errors hints reasons"
 """The interfaces and words that every room uses."""
 ROOMS: list[tuple[str, ...]] = [
-    tuple(f"tiered_kv.{name}" for name in GROUND.split()),
-    ("tiered_kv.config", "tiered_kv.huge_pages", "tiered_kv.limits"),
+    (*(f"tiered_kv.{name}" for name in GROUND.split()), "tiered_kv.config.units"),
+    ("tiered_kv.system",),
+    ("tiered_kv.config",),
     ("tiered_kv.metrics",),
-    ("tiered_kv.history",),
     ("tiered_kv.cpu",),
-    ("tiered_kv.hooks", "tiered_kv.stack_config"),
+    ("tiered_kv.config.hooks", "tiered_kv.config.stack_config"),  # what a stack is made of: policies, types of tiers
     ("tiered_kv.tiering",),
-    ("tiered_kv.audit",),
     ("tiered_kv.toolkit",),
-    ("tiered_kv_",),  # the plugins
-    ("tiered_kv.exporters",),
-    ("tiered_kv.interrupts", "tiered_kv.calls", "tiered_kv.facade", "tiered_kv.stack", "tiered_kv.async_stack"),
+    ("tiered_kv_",),  # the tiers' plugins
+    ("tiered_kv.stack",),
     ("tiered_kv.direct",),
     ("tiered_kv.worker",),
     ("tiered_kv.server",),
     ("tiered_kv_host",),  # a client of the server
     ("tiered_kv.workload",),
     ("tiered_kv.testing",),
-    ("tiered_kv.integrations",),
-    ("tiered_kv._cli", "tiered_kv.cli", "tiered_kv.__main__"),
+    ("tiered_kv.engines",),
+    tuple(f"tiered_kv_{engine}" for engine in ENGINES),
+    ("tiered_kv.cli", "tiered_kv.__main__"),
 ]
 """Who may import whom: each room those above it, and itself."""
 
@@ -208,7 +206,10 @@ def test_a_stack_imports_what_it_uses_and_nothing_else(tmp_path: Path) -> None:
     modules = run_fresh(program)
     assert isinstance(modules, list)
     assert "tiered_kv_nvme.tier" in modules
-    unused = [name for name in PLUGINS if name != "tiered_kv_nvme"] + ["tiered_kv.exporters", "tiered_kv.audit"]
+    unused = [name for name in PLUGINS if name != "tiered_kv_nvme"] + [
+        "tiered_kv.stack.exporters",
+        "tiered_kv.tiering.audit",
+    ]
     assert set(modules) & {*unused, *EXTRAS, "http.server", "rich", "asyncio"} == set()
 
 
@@ -254,14 +255,18 @@ def test_imports_run_one_way() -> None:
 def test_the_page_of_the_architecture_lists_the_rooms_in_the_order_of_their_imports() -> None:
     page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     rows = re.findall(
-        r"(?m)^  ((?:\w+(?:/|\.py)(?:, )?)+) ", page.split("```text\ntiered_kv/\n")[1].split("plugins/\n")[0]
+        r"(?m)^  ((?:[\w/]+(?:/|\.py)(?:, )?)+) ", page.split("```text\ntiered_kv/\n")[1].split("plugins/\n")[0]
     )
-    place = {re.sub(r"/|\.py", "", name): number for number, row in enumerate(rows) for name in row.split(", ")}
+    place = {re.sub(r"/$|\.py", "", name): number for number, row in enumerate(rows) for name in row.split(", ")}
+
+    def row_of(module: str) -> int:
+        folder, name = [*module.split(".")[1:], ""][:2]
+        return place.get(f"{folder}/{name}", place[folder])
+
     for module, path in sources():
-        home, *rest = module.split(".")[:2]
-        if home == "tiered_kv" and rest not in ([], ["__main__"]):
-            ours = {name.split(".")[1] for name in imports_of(path) if name.startswith("tiered_kv.") and is_ours(name)}
-            assert {name for name in ours if place[name] > place[rest[0]]} == set(), f"{module} imports downward"
+        if module.startswith("tiered_kv.") and module != "tiered_kv.__main__":
+            ours = {name for name in imports_of(path) if name.startswith("tiered_kv.") and is_ours(name)}
+            assert {name for name in ours if row_of(name) > row_of(module)} == set(), f"{module} imports downward"
 
 
 def test_imports_form_no_circle() -> None:
@@ -298,7 +303,5 @@ def test_extras_are_imported_where_they_are_used() -> None:
             continue  # a plugin's own modules are imported when its tier is opened
         if module == "tiered_kv.worker.kernel":
             continue  # the kernel is compiled from its module, which is imported where Triton is
-        if module.startswith(tuple(f"tiered_kv.integrations.{engine}." for engine in ("vllm", "lmcache", "sglang"))):
-            continue  # an engine's classes are subclassed there; the engine imports them, through lazy names
         tops = {name.partition(".")[0] for name in imports_of(path, top_level_only=True)}
         assert not tops & EXTRAS, f"{module} needs an extra to be imported"

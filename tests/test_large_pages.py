@@ -20,7 +20,7 @@ TESTS = (
     "tests/cpu/test_region.py",
     "tests/server/test_memory.py",
     "tests/server/test_pages.py",
-    "tests/plugins/test_nvme_store.py",
+    "tests/plugins/nvme/test_store.py",
 )
 LIBRARIES = ("numpy", "pluggy", "pydantic", "PyYAML", "xxhash", "rich", "aiofiles", "zstandard", "cryptography")
 TEST_LIBRARIES = ("pytest", "pytest-xdist", "hypothesis", "prometheus-client")

@@ -17,9 +17,9 @@ import importlib
 
 TYPE_CHECKING = False  # as `typing` has it, which takes longer to import than all the rest; type checkers know the name
 if TYPE_CHECKING:
-    from tiered_kv.async_stack import AsyncStack
     from tiered_kv.base import make_offload_key
     from tiered_kv.config.namespace import Namespace
+    from tiered_kv.config.stack_config import StackConfig, load_config
     from tiered_kv.direct.tiers import DirectTiers
     from tiered_kv.errors import (
         ConfigError,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
         TierUnavailableError,
     )
     from tiered_kv.server.connect import HostStack, connect
-    from tiered_kv.stack import EngineStack, Stack, open_engine_stack, open_stack
-    from tiered_kv.stack_config import StackConfig, load_config
+    from tiered_kv.stack.async_stack import AsyncStack
+    from tiered_kv.stack.open import EngineStack, Stack, open_engine_stack, open_stack
     from tiered_kv.tiering.prefix import PrefixOffloadingManager
 
 __version__ = "0.1.0"
@@ -65,15 +65,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "tiered_kv.async_stack": "AsyncStack",
+    "tiered_kv.stack.async_stack": "AsyncStack",
     "tiered_kv.base": "make_offload_key",
     "tiered_kv.config.namespace": "Namespace",
     "tiered_kv.direct.tiers": "DirectTiers",
     "tiered_kv.errors": "ConfigError FormatError MissingExtraError ResourceError ShutdownError TierBusyError "
     "TierError TierUnavailableError TieredKVError",
     "tiered_kv.server.connect": "HostStack connect",
-    "tiered_kv.stack": "EngineStack Stack open_engine_stack open_stack",
-    "tiered_kv.stack_config": "StackConfig load_config",
+    "tiered_kv.stack.open": "EngineStack Stack open_engine_stack open_stack",
+    "tiered_kv.config.stack_config": "StackConfig load_config",
     "tiered_kv.tiering.prefix": "PrefixOffloadingManager",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}

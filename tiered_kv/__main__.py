@@ -17,7 +17,7 @@ def main() -> int:
     try:
         # Ctrl-C waits for the end of an import: Python and Rust turn it into other errors in the middle of a class.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        from tiered_kv.cli import main as command
+        from tiered_kv.cli.main import main as command
 
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         return command()

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from tiered_kv.integrations.transformers import PrefixCache
+from tiered_kv_transformers import PrefixCache
 
 STACK = Path(__file__).with_name("stack.yaml")
 DIRECTORY = Path(os.environ.get("PREFIX_CACHE", "./prefix-cache"))

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
-from tiered_kv.file_systems import is_of_place
 from tiered_kv.reasons import RecordStatus
+from tiered_kv.system.file_systems import is_of_place
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, FOREIGN_NAMED_MAX, Purged, RecordCheck, Verification
 from tiered_kv.toolkit.claimed import walk
 from tiered_kv.toolkit.listed import Entry, ListedStorage

@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from tiered_kv.permissions import DIRECTORY_MODE, check_directory, open_directory
+from tiered_kv.system.permissions import DIRECTORY_MODE, check_directory, open_directory
 from tiered_kv.toolkit.claimed import ClaimedDirectory, Identity, absolute, refuse_other_device
 from tiered_kv.toolkit.small_files import (
     SMALL_FILE_BYTES_MAX,

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from tiered_kv.file_systems import OWN_NAME
-from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
+from tiered_kv.system.file_systems import OWN_NAME
+from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.failure_texts import FailureTexts
 from tiered_kv.toolkit.jobs import failure_reason

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Final
 
-from tiered_kv.file_systems import OWN_NAME, is_held, mount_of
+from tiered_kv.system.file_systems import OWN_NAME, is_held, mount_of
 from tiered_kv.toolkit.small_files import has_name, opened
 from tiered_kv_fs.full_disk import with_room
 

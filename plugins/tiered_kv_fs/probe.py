@@ -11,7 +11,7 @@ import secrets
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from tiered_kv.file_systems import mount_of
+from tiered_kv.system.file_systems import mount_of
 from tiered_kv.toolkit.small_files import opened, remove
 from tiered_kv_fs.locks import try_lock
 

@@ -14,10 +14,10 @@ from aiofiles.os import wrap
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
-from tiered_kv.limits import disk_need
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
-from tiered_kv.threads import BackgroundTask, DaemonThreads
+from tiered_kv.system.limits import disk_need
+from tiered_kv.system.threads import BackgroundTask, DaemonThreads
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
 from tiered_kv.toolkit.claimed import Identity, as_line
 from tiered_kv.toolkit.epoch import Epoch

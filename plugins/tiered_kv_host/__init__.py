@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tiered_kv.hooks import TierType, hookimpl, imported
+from tiered_kv.config.hooks import TierType, hookimpl, imported
 from tiered_kv_host.settings import HostTierSettings
 
 

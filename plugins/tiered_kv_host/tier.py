@@ -15,13 +15,13 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.calls import PAUSE_MIN_S, pause
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.facade import rows_of
 from tiered_kv.server.attach import Attachment, HostLink
 from tiered_kv.server.connect import AWAIT_S, START_A_SERVER, ProgramManager, names_of
 from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import Hello
+from tiered_kv.stack.calls import PAUSE_MIN_S, pause
+from tiered_kv.stack.facade import rows_of
 from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv.toolkit.touches import Touches
 from tiered_kv_host.settings import HostTierSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from tiered_kv.config.units import Bytes
-from tiered_kv.limits import Take
+from tiered_kv.system.limits import Take
 from tiered_kv.toolkit.codecs import CodecSettings
 
 

@@ -54,7 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tiered_kv.hooks import TierType, hookimpl, imported
+from tiered_kv.config.hooks import TierType, hookimpl, imported
 from tiered_kv_nvme.settings import NvmeSettings
 
 

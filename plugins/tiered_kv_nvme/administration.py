@@ -18,9 +18,9 @@ from functools import partial
 from typing import Final
 
 from tiered_kv.errors import TierBusyError
-from tiered_kv.file_systems import is_full, is_of_place, is_stuck
-from tiered_kv.permissions import check_file
 from tiered_kv.reasons import RecordStatus
+from tiered_kv.system.file_systems import is_full, is_of_place, is_stuck
+from tiered_kv.system.permissions import check_file
 from tiered_kv.toolkit.administration import (
     DIGEST_HEX,
     Purged,

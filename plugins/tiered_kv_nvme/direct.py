@@ -9,7 +9,7 @@ import os
 from typing import Final, NamedTuple
 
 from tiered_kv.errors import remedy_of
-from tiered_kv.file_systems import Mount, direct_alignment, is_cached, is_full, is_written_in_place
+from tiered_kv.system.file_systems import Mount, direct_alignment, is_cached, is_full, is_written_in_place
 from tiered_kv.toolkit.codecs import ThreadBuffer
 from tiered_kv.toolkit.small_files import opened, read_all, remove, write_all
 from tiered_kv_nvme.disk import Disk

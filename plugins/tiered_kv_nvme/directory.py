@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 from tiered_kv.config.namespace import differences
 from tiered_kv.errors import TierBusyError
-from tiered_kv.file_systems import is_full, is_held, is_written_in_place, mount_of, write_in_place
-from tiered_kv.permissions import check_file
+from tiered_kv.system.file_systems import is_full, is_held, is_written_in_place, mount_of, write_in_place
+from tiered_kv.system.permissions import check_file
 from tiered_kv.toolkit.claimed import TEMPORARY, ClaimedDirectory, Identity, absolute, refuse_other_device, walk
 from tiered_kv.toolkit.small_files import as_text, fields_of, has_name, names_in, remove
 from tiered_kv_nvme.direct import PROBE_NAME
@@ -59,7 +59,7 @@ class SegmentDirectory:
     """A locked directory. Opening makes a missing one, and claims an empty one.
 
     Raises:
-        ConfigError: It is a symbolic link, or another user controls it; see `tiered_kv.permissions`.
+        ConfigError: It is a symbolic link, or another user controls it; see `tiered_kv.system.permissions`.
         TierBusyError: Another process, or another tier of this process, owns it.
         FormatError: It has another format version or namespace, or holds foreign files and no marker.
         TierUnavailableError: The file system failed, or a required mount is missing.

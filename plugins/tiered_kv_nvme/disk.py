@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tiered_kv.file_systems import allocate
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
-from tiered_kv.threads import give_way
+from tiered_kv.system.file_systems import allocate
+from tiered_kv.system.threads import give_way
 from tiered_kv.toolkit.codecs import HUGE_PAGE_BYTES, ThreadBuffer
 from tiered_kv.toolkit.small_files import FirstFailures, write_all
 from tiered_kv_nvme.layout import PAGE_BYTES

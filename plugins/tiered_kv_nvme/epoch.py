@@ -12,8 +12,8 @@ import os
 import threading
 from contextlib import suppress
 
-from tiered_kv.file_systems import is_full
-from tiered_kv.permissions import check_file
+from tiered_kv.system.file_systems import is_full
+from tiered_kv.system.permissions import check_file
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, Epoch
 from tiered_kv.toolkit.small_files import has_name
 from tiered_kv_nvme.disk import FILE_MODE, OPEN_FLAGS, Disk

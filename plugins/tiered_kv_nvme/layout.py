@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.collector import untracked
+from tiered_kv.system.collector import untracked
 
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096  # alignment of direct transfers

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiered_kv.file_systems import is_of_place, is_stuck
-from tiered_kv.permissions import NotPrivateError
-from tiered_kv.threads import run_all
+from tiered_kv.system.file_systems import is_of_place, is_stuck
+from tiered_kv.system.permissions import NotPrivateError
+from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX, ThreadBuffer
 from tiered_kv.toolkit.small_files import read_all

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 
-from tiered_kv.file_systems import is_full, is_stuck
-from tiered_kv.permissions import check_file
+from tiered_kv.system.file_systems import is_full, is_stuck
+from tiered_kv.system.permissions import check_file
 from tiered_kv.toolkit.codecs import ThreadBuffer
 from tiered_kv.toolkit.small_files import write_all
 from tiered_kv_nvme.directory import SEGMENT_RESERVE_BYTES, SegmentDirectory

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tiered_kv.config.units import Bytes, Count, FilePath
 from tiered_kv.errors import ConfigError
-from tiered_kv.limits import Take
+from tiered_kv.system.limits import Take
 from tiered_kv.toolkit.claimed import DirectorySettings, absolute
 
 

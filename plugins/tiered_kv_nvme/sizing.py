@@ -8,8 +8,8 @@ from functools import partial
 
 from tiered_kv.config.units import BYTES_MAX, format_bytes
 from tiered_kv.errors import ConfigError, ResourceError
-from tiered_kv.limits import DESCRIPTORS_SHARE, Limits, disk_need
-from tiered_kv.threads import call_within
+from tiered_kv.system.limits import DESCRIPTORS_SHARE, Limits, disk_need
+from tiered_kv.system.threads import call_within
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
 from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, pages
 from tiered_kv_nvme.segment import segment_bytes_min

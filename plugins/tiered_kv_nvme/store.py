@@ -15,8 +15,8 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import format_bytes, rounded_bytes
-from tiered_kv.limits import Need, disk_need
-from tiered_kv.threads import BackgroundTask
+from tiered_kv.system.limits import Need, disk_need
+from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome

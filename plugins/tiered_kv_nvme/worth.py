@@ -2,7 +2,7 @@
 
 A block's state is two bytes in its segment's table: how often it was used, whether it was read since it was written
 there, and the tick of its last use. Four bytes for each evicted block let the tier learn from its return.
-`tiered_kv/hit_density.py` has the estimates; docs/reference/nvme.md describes how the reclaimer uses them.
+`tiered_kv/cpu/hit_density.py` has the estimates; docs/reference/nvme.md describes how the reclaimer uses them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 import xxhash
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, LEVELS, HitDensity, Table
-from tiered_kv.threads import give_way
+from tiered_kv.cpu.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, LEVELS, HitDensity, Table
+from tiered_kv.system.threads import give_way
 from tiered_kv_nvme.layout import EntryTable
 from tiered_kv_nvme.segment import Segment
 

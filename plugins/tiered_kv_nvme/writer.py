@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.file_systems import is_of_place, is_stuck
-from tiered_kv.threads import give_way
+from tiered_kv.system.file_systems import is_of_place, is_stuck
+from tiered_kv.system.threads import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv.toolkit.small_files import write_all

@@ -16,8 +16,8 @@ from redis import Redis
 from redis.connection import Connection, ConnectionPool
 from redis.exceptions import RedisError, ResponseError
 
-from tiered_kv.log_limit import LogLimit
-from tiered_kv.threads import BackgroundTask
+from tiered_kv.system.log_limit import LogLimit
+from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import Link

@@ -11,7 +11,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from tiered_kv.config.secrets import STRAY_CHARACTER, stray_character
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
-from tiered_kv.limits import Take
+from tiered_kv.system.limits import Take
 from tiered_kv.toolkit.codecs import CodecSettings
 from tiered_kv.toolkit.keys_only import KeyStore
 

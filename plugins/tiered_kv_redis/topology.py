@@ -13,7 +13,7 @@ from redis import Redis
 from redis.connection import ConnectionPool
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from tiered_kv.threads import BackgroundTask
+from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import pool_options, sentinel_options, speaks_other

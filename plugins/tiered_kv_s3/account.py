@@ -13,10 +13,10 @@ from typing import Any
 
 from tiered_kv.config.secrets import STRAY_CHARACTER, foreign_text, stray_character
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
 from tiered_kv.metrics.vocabulary import own_names
-from tiered_kv.threads import BackgroundTask
+from tiered_kv.system.log_limit import LogLimit
+from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.toolkit.failure_texts import OF_LOOKUPS, FailureTexts
 from tiered_kv_s3.connection import Credentials, Endpoint
 from tiered_kv_s3.settings import S3Settings

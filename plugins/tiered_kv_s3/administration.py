@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from tiered_kv.reasons import RecordStatus
-from tiered_kv.threads import run_all
+from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, DIGEST_HEX, Purged, RecordCheck, Verification
 from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.record import DIGEST_BYTES

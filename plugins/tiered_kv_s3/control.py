@@ -23,7 +23,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from tiered_kv.threads import run_all
+from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.resolver import causes_of, words_of
 from tiered_kv_s3.account import Account, library_errors
 from tiered_kv_s3.connection import Credentials

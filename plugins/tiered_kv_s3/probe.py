@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Final
 
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.threads import BackgroundTask
+from tiered_kv.system.threads import BackgroundTask
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.verdict import UNHEARD
 

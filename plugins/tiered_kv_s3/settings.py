@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 
 from tiered_kv.config.secrets import STRAY_CHARACTER, stray_character
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
-from tiered_kv.limits import Take
+from tiered_kv.system.limits import Take
 from tiered_kv.toolkit.codecs import CodecSettings
 
 HEADS_IN_FLIGHT_MAX: Final = 16

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from tiered_kv.errors import ResourceError, TierError
 from tiered_kv.metrics.instruments import Counters
-from tiered_kv.threads import BackgroundTask, start_thread
+from tiered_kv.system.threads import BackgroundTask, start_thread
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv_s3.control import DELETED_AT_ONCE, NO_OBJECT, Control, Listed
 from tiered_kv_s3.epoch import Naming

@@ -13,7 +13,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.reasons import UNREADABLE
-from tiered_kv.threads import BackgroundTask
+from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.codecs import ThreadBuffer
 from tiered_kv.toolkit.epoch import Epoch

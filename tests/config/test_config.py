@@ -16,9 +16,11 @@ from pydantic import Field, SecretStr
 
 from tests.support.faulty import FourMethodTier
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, plugged
+from tiered_kv.config.hooks import TierType
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import FILE_BYTES_MAX, parse_stack_text
 from tiered_kv.config.settings import StrictModel, TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config, stack_schema
 from tiered_kv.config.units import (
     BYTES_MAX,
     Bytes,
@@ -32,8 +34,6 @@ from tiered_kv.config.units import (
 )
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import TierType
-from tiered_kv.stack_config import StackConfig, load_config, stack_schema
 
 MINIMAL: dict[str, object] = {
     "namespace": {"model": "m"},
@@ -425,7 +425,7 @@ _READ_BOUNDED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-from tiered_kv.stack_config import load_config
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
 try:
     load_config(sys.argv[1], environ={})

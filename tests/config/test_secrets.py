@@ -25,13 +25,13 @@ from tests.support.secret_hunt import (
     show_config,
     with_value,
 )
-from tiered_kv.cli import main
+from tiered_kv.cli.main import main
+from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.config.reading import parse_stack_text
 from tiered_kv.config.secrets import foreign_text
+from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError, TierError
-from tiered_kv.hooks import tier_plugins
-from tiered_kv.stack import open_stack
-from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.stack.open import open_stack
 from tiered_kv.tiering.base import JobMetadata
 
 TYPES = [*tier_plugins().tier_types(), BY_CLASS]

@@ -29,9 +29,9 @@ from tests.support.secret_hunt import (
     show_running_stack,
     with_markers,
 )
-from tiered_kv.hooks import tier_plugins
+from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.stack import Stack
+from tiered_kv.stack.open import Stack
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_no_key_is_shown_by_a_real_s3_server(
 COMMANDS = """
 import json, logging, sys
 logging.basicConfig(level=logging.DEBUG)
-from tiered_kv.cli import main
+from tiered_kv.cli.main import main
 from tests.support.secret_hunt import process_as_seen
 for command in json.loads(sys.argv[1]):
     try:

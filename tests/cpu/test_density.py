@@ -18,10 +18,10 @@ import pytest
 from tests.performance.policy_hits import Prompt, agent_steps, documents, hits_of, open_manager, serve
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.hit_density import BUCKETS, HitDensity
 from tiered_kv.cpu.policies import RequestChain
 from tiered_kv.cpu.policies.density import KIND_GROUPS, PACES_S, DensityPolicy, _class_of
 from tiered_kv.hints import Hints
-from tiered_kv.hit_density import BUCKETS, HitDensity
 from tiered_kv.workload.request import Request, hints_from_sessions
 from tiered_kv.workload.trace import read_trace
 

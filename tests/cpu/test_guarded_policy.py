@@ -18,7 +18,7 @@ from tiered_kv.cpu.policies.guarded import GuardedPolicy
 from tiered_kv.cpu.policies.recency import LRUPolicy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.facade import rows_of
+from tiered_kv.stack.facade import rows_of
 
 NUM_BLOCKS = 8
 CALLS_BEFORE_FAULT = 10

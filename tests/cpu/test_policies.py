@@ -18,7 +18,7 @@ from tiered_kv.cpu.policies.density import DensityPolicy
 from tiered_kv.cpu.policies.guarded import GuardedPolicy
 from tiered_kv.cpu.policies.recency import ARCPolicy, LRUPolicy
 from tiered_kv.errors import ConfigError
-from tiered_kv.stack import open_engine_stack
+from tiered_kv.stack.open import open_engine_stack
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import ChatWorkload
 

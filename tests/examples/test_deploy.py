@@ -17,8 +17,8 @@ import yaml
 
 from tests.support.image import instructions
 from tests.support.mounts import command_in_namespace, missing_for_tmpfs
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import parse_bytes
-from tiered_kv.stack_config import load_config
 
 ROOT = Path(__file__).parents[2]
 SERVE = ROOT / "examples" / "serve"
@@ -73,7 +73,7 @@ def test_the_units_and_the_image_start_the_server_alike() -> None:
 def test_a_connection_starts_the_server_which_says_that_it_is_ready_and_leaves_the_socket(tmp_path: Path) -> None:
     stack, path = tmp_path / "stack.yaml", tmp_path / "cache.sock"
     stack.write_text("primary: {capacity: 1MiB}\n")
-    program = "from tiered_kv.cli import main; raise SystemExit(main())"
+    program = "from tiered_kv.cli.main import main; raise SystemExit(main())"
     serve = [sys.executable, "-c", program, "serve", str(stack), "--socket", str(path)]
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as states,

@@ -25,7 +25,7 @@ from tests.support.prometheus import MONITORING, OF_THE_MACHINE, Prometheus, mis
 from tests.support.server_process import free_port
 from tests.support.stacks import Register, stack_of
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
-from tiered_kv.stack import EngineStack, open_engine_stack
+from tiered_kv.stack.open import EngineStack, open_engine_stack
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import ChatWorkload
 

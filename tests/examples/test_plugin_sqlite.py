@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from tests.support.stacks import stack_of
+from tiered_kv.config.hooks import tier_plugins, tier_settings
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.hooks import tier_plugins, tier_settings
-from tiered_kv.stack import open_stack
+from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.rig import OpenTier
 from tiered_kv.tiering.base import SecondaryTierManager
@@ -103,7 +103,7 @@ def test_the_example_installs_and_is_found(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--target", str(tmp_path / "site"), str(EXAMPLE)], check=True, timeout=600)
     program = (
-        "import json; from tiered_kv.hooks import tier_plugins;"
+        "import json; from tiered_kv.config.hooks import tier_plugins;"
         "print(json.dumps([[r.plugin, r.distribution, r.error] for r in tier_plugins().states()]))"
     )
     search = os.pathsep.join(filter(None, [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]))

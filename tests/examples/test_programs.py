@@ -18,10 +18,10 @@ from tests.support.pages import commands
 from tests.support.redis_servers import PATIENT, RedisServer
 from tests.support.s3_servers import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server
 from tests.support.server_process import free_port
-from tiered_kv._cli.output import Status
-from tiered_kv.cli import main
-from tiered_kv.stack import open_stack
-from tiered_kv.stack_config import load_config
+from tiered_kv.cli.main import main
+from tiered_kv.cli.output import Status
+from tiered_kv.config.stack_config import load_config
+from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.rig import OpenTier, make_keys
 

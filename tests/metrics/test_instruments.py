@@ -10,7 +10,7 @@ from tests.support.faulty import FourMethodTier
 from tests.support.obedient import obedient, put, stack_of
 from tests.support.stacks import Register, manager_of
 from tiered_kv.metrics.instruments import NOTICES_MAX, Counters, Notices, count_of, flat_counts
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import make_keys
 

@@ -27,7 +27,7 @@ from tiered_kv.metrics.instruments import (
 )
 from tiered_kv.metrics.vocabulary import MANAGER, TIER, TOTAL, Metric
 from tiered_kv.reasons import FAILED, SKIPPED, TOO_SLOW_REASONS, Fate, RecordStatus
-from tiered_kv.stack import open_stack
+from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.manager import TieringOffloadingManager

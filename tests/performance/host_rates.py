@@ -39,7 +39,7 @@ from tests.support.host_server import server_process
 from tiered_kv.base import ReqContext
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.connect import HostStack, connect
-from tiered_kv.stack import Stack
+from tiered_kv.stack.open import Stack
 
 TIERS = ("nvme", "redis", "s3")
 BLOCKS, PRIMARY_BLOCKS, BATCH = 4096, 1024, 256

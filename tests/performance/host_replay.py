@@ -21,8 +21,8 @@ from pathlib import Path
 from tests.performance.host_cache import ROW_BYTES, attached, store
 from tests.support.host_server import server_process
 from tiered_kv.base import ReqContext
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.server.client import AttachedManager
-from tiered_kv.stack_config import load_config
 from tiered_kv.workload.hit_rates import host_rates
 from tiered_kv.workload.request import Request, block_key
 from tiered_kv.workload.simulation import Fleet, routes

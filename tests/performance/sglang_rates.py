@@ -26,8 +26,9 @@ from typing import Any
 # The parts have set the variables that SGLang reads.
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
-from tests.integrations.sglang_engine_program import save_model
-from tests.integrations.sglang_program_parts import (
+from tests.performance.bench import command_line, heading, in_turn, ratios, row, shown
+from tests.plugins.sglang.sglang_engine_program import save_model
+from tests.plugins.sglang.sglang_program_parts import (
     PAGE,
     extra_config,
     fill,
@@ -38,7 +39,6 @@ from tests.integrations.sglang_program_parts import (
     slots,
     storage_config,
 )
-from tests.performance.bench import command_line, heading, in_turn, ratios, row, shown
 
 PAGES = 128
 LAYOUTS = ("page_first", "layer_first")

@@ -62,7 +62,7 @@ class TestNvmeAdministration(TestFsAdministration):
     is_shared = False
 
     def corrupt(self, tier: SecondaryTierManager) -> bool:
-        return False  # tests/_cli/test_inspect.py damages segments
+        return False  # tests/cli/test_inspect.py damages segments
 
 
 class TestRedisAdministration(TestFsAdministration):

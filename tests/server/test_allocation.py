@@ -18,12 +18,12 @@ from tests.support.host_server import BLOCK_BYTES, WAIT_S, Engine, Served, keys_
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ResourceError
-from tiered_kv.limits import Limit, Limits
 from tiered_kv.server import allocation, memory
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.memory import Generations, HostRegion
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.worker import HostWorker
+from tiered_kv.system.limits import Limit, Limits
 from tiered_kv.testing.control import wait_until
 from tiered_kv.worker.handlers import WorkerHandlers
 

@@ -103,8 +103,8 @@ def test_connections_beyond_the_limit_are_refused_with_a_word(tmp_path: Path, mo
 
 
 def test_connections_leave_descriptors_to_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiered_kv.limits import Limit, Limits
     from tiered_kv.server.descriptors import CONNECTIONS_MAX, CONNECTIONS_MIN, OF_A_CONNECTION, connections_max
+    from tiered_kv.system.limits import Limit, Limits
 
     for limit, taken in ((1024, 16), (1024, 900), (64, 60), (1 << 20, 16)):
         monkeypatch.setattr(Limits, "descriptors", lambda _, limit=limit: Limit(limit, "ulimit -n"))

@@ -12,8 +12,8 @@ import pytest
 
 import tiered_kv
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, serving, stack_of
-from tiered_kv import facade
 from tiered_kv.server import connect, protocol
+from tiered_kv.stack import facade
 
 
 def test_a_call_has_no_limit_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.cgroups import cgroup, run_in
 from tests.support.host_server import server_process
-from tiered_kv.limits import Limits
+from tiered_kv.system.limits import Limits
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from tests.support.event_subscriber import Subscriber
 from tests.support.host_server import keys_of, serving, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError, ResourceError
-from tiered_kv.exporters.metrics import series_of
 from tiered_kv.server.host import Host
+from tiered_kv.stack.exporters.metrics import series_of
 from tiered_kv.testing.control import wait_until
 
 KEYS = keys_of(40)

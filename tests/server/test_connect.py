@@ -33,11 +33,11 @@ from tests.support.host_server import (
 )
 from tests.support.stacks import PATIENT
 from tiered_kv.base import make_offload_key
-from tiered_kv.cli import main
+from tiered_kv.cli.main import main
 from tiered_kv.errors import ConfigError
-from tiered_kv.exporters.event_messages import hashes_of
 from tiered_kv.server import connect, host, protocol, server
 from tiered_kv.server.protocol import Hello, Welcome
+from tiered_kv.stack.exporters.event_messages import hashes_of
 from tiered_kv.testing.control import wait_until
 
 HASHES = [number.to_bytes(16, "big") for number in range(24)]

@@ -20,8 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.support.host_server import BLOCK_BYTES, content_of, keys_of, stack_of
 from tests.support.stacks import plugged
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.hooks import TierType
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.hooks import TierType
 from tiered_kv.server.attach import Attachment, HostLink
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.namespaces import Namespaces

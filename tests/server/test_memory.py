@@ -17,11 +17,11 @@ from tests.support.kernels import MACHINES, give_transparent, write_machine
 from tests.support.stacks import stack_of
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.huge_pages import HugePages
-from tiered_kv.limits import Limit, Limits
 from tiered_kv.server import allocation, memory
 from tiered_kv.server.memory import Generations, HostRegion, map_generations, map_host_region
-from tiered_kv.stack import open_stack
+from tiered_kv.stack.open import open_stack
+from tiered_kv.system.huge_pages import HugePages
+from tiered_kv.system.limits import Limit, Limits
 
 ROWS, ROW_BYTES = 6, 5000
 

@@ -16,10 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.exporters.server import StatusServer
-from tiered_kv.exporters.status import explain_query, status
 from tiered_kv.server.host import Host
 from tiered_kv.server.namespaces import CLOSE_S, Namespaces
+from tiered_kv.stack.exporters.server import StatusServer
+from tiered_kv.stack.exporters.status import explain_query, status
 from tiered_kv.testing.control import wait_until
 
 STACK = {"primary": {"capacity": 64 * BLOCK_BYTES, "prefault": True}, "metrics": {"listen": "127.0.0.1:0"}}

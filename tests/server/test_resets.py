@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, Engine, Served, keys_of, serving, stack_of
-from tiered_kv.permissions import check_file
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.reset_file import ResetFile, ResetNotes, reset_path
+from tiered_kv.system.permissions import check_file
 from tiered_kv.testing.control import wait_until
 
 KEYS = keys_of(12)

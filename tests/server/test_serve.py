@@ -12,7 +12,7 @@ import pytest
 
 import tiered_kv
 from tests.support.host_server import WAIT_S, stack_of
-from tiered_kv.cli import main
+from tiered_kv.cli.main import main
 
 
 def test_a_server_logs_what_it_serves_and_why_it_ends(tmp_path: Path) -> None:
@@ -37,6 +37,6 @@ def test_a_server_that_cannot_open_its_stack_logs_its_end(
 ) -> None:
     (tmp_path / "stack.yaml").write_text(json.dumps(stack_of(secondary=[{"type": "fs", "path": "/proc/none"}])))
     caplog.set_level("INFO")
-    monkeypatch.setattr("tiered_kv._cli.serve.raise_limit", lambda: None)
+    monkeypatch.setattr("tiered_kv.cli.serve.raise_limit", lambda: None)
     assert main(["serve", str(tmp_path / "stack.yaml"), "--socket", str(tmp_path / "cache.sock")]) == 2
     assert "has ended: ConfigError" in caplog.text

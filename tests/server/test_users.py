@@ -13,8 +13,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.support.host_server import keys_of, serving, stack_of
-from tiered_kv._cli.output import Status
-from tiered_kv.cli import main
+from tiered_kv.cli.main import main
+from tiered_kv.cli.output import Status
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.server import users
 from tiered_kv.server.users import Users, unmapped_user

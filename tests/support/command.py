@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tiered_kv.cli import main
+from tiered_kv.cli.main import main
 
 
 class Command:

@@ -25,7 +25,7 @@ from tests.support.stacks import block_hashes, forget_memory, manager_of, stack_
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv_fs.blocks import TOUCH_INTERVAL_S

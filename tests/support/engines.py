@@ -31,7 +31,6 @@ VARIABLES = {
     DYNAMO: "TIERED_KV_DYNAMO_PYTHON",
 }
 """Of each engine, version of vLLM or router, what names its interpreter."""
-PROGRAMS = SOURCE / "tests" / "integrations"
 ENGINE = "vllm_engine_program.py"
 VERSIONS = [pytest.param("0.32.0", marks=pytest.mark.full), pytest.param("0.33.0")]
 """The versions of vLLM, of which a sample of the tests takes the newest."""
@@ -61,6 +60,12 @@ def environment_of(engine: str, directory: Path, **variables: str) -> dict[str, 
         environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     more = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"} if engine != SGLANG else {}
     return environment | ({"LMCACHE_TRACK_USAGE": "false"} if engine == LMCACHE else {}) | more
+
+
+def program_path(name: str) -> str:
+    """Return where a program is: with its engine's tests, or with those of all engines."""
+    own = SOURCE / "tests" / "plugins" / name.partition("_")[0]
+    return str((own if own.is_dir() else SOURCE / "tests" / "engines") / name)
 
 
 def run_example(engine: str, directory: Path, *arguments: str) -> str:
@@ -158,9 +163,9 @@ class Program:
 
 
 def running(engine: str, program: str, *arguments: str) -> Program:
-    """Run a program of `PROGRAMS` in an engine's environment; its first argument is a path in its directory."""
+    """Run a program (see `program_path`) in an engine's environment; its first argument is a path in its directory."""
     log = Path(arguments[0]).with_suffix(".errors")
-    return Program([interpreter(engine), str(PROGRAMS / program), *arguments], log, environment_of(engine, log.parent))
+    return Program([interpreter(engine), program_path(program), *arguments], log, environment_of(engine, log.parent))
 
 
 def printed_by(engine: str, program: str, *arguments: str) -> list[Message]:
@@ -180,7 +185,7 @@ def passed_checks(engine: str, program: str, directory: Path, *arguments: str) -
 
 def connector(spec_name: str | None = None, **extra: object) -> Message:
     """Return vLLM's configuration of our connector, whose spec it knows by itself if a stack is all that is said."""
-    module = "tiered_kv.integrations.vllm"
+    module = "tiered_kv_vllm"
     spec = {} if spec_name is None else {"spec_name": spec_name, "spec_module_path": module}
     return {
         "kv_connector": "TieredKVConnector",

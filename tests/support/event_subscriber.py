@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from tiered_kv.exporters.events import EventPublisher
+from tiered_kv.stack.exporters.events import EventPublisher
 
 PATIENCE_S = 30.0
 CLEARED = {"type": "AllBlocksCleared"}

@@ -16,10 +16,10 @@ from tests.support.interrupts import Call, Interrupt, interrupt, interrupts, sig
 from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.direct import DirectTiers
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.stack import Stack, open_stack
-from tiered_kv.stack_config import load_config
+from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 

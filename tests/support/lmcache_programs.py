@@ -29,7 +29,7 @@ def adapter(tiers: Sequence[Entry], **params: object) -> str:
     return json.dumps(
         {
             "type": "plugin",
-            "module_path": "tiered_kv.integrations.lmcache",
+            "module_path": "tiered_kv_lmcache",
             "class_name": "TieredKVL2Adapter",
             "adapter_params": adapter_params,
         }

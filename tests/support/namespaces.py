@@ -41,7 +41,7 @@ class Case(TypedDict, total=False):
 
 Cases = Mapping[str, Case]
 
-_DATA = tomllib.loads((Path(__file__).parents[1] / "integrations" / "namespaces.toml").read_text())
+_DATA = tomllib.loads((Path(__file__).parents[1] / "engines" / "namespaces.toml").read_text())
 
 
 def rows(section: str) -> Mapping[str, Mapping[str, Cases]]:

@@ -12,10 +12,10 @@ import pytest
 from tests.support import stacks
 from tests.support.stacks import PATIENT, block_hashes
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.config.hooks import TierType
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import Seconds
-from tiered_kv.hooks import TierType
-from tiered_kv.stack import Stack
+from tiered_kv.stack.open import Stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.manager import TieringOffloadingManager

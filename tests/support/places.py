@@ -27,7 +27,7 @@ from tests.support.fake_s3 import FakeS3
 from tests.support.redis_groups import SERVICE
 from tests.support.redis_servers import RedisServer
 from tests.support.tenants import Tenant
-from tiered_kv.hooks import tier_plugins
+from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.testing.rig import Content, OpenTier, TierRig, block_content
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory

@@ -17,12 +17,12 @@ import numpy as np
 
 from tests.support.stacks import block_hashes
 from tiered_kv.base import OffloadKey
-from tiered_kv.buffers import Blocks
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
-from tiered_kv.stack import Stack
-from tiered_kv.stack_config import load_config
+from tiered_kv.stack.buffers import Blocks
+from tiered_kv.stack.open import Stack
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
 

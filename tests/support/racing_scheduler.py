@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tests.support.races import Prompts, Race
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.facade import rows_of
+from tiered_kv.stack.facade import rows_of
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 _REQUESTS_OPEN = 6

@@ -22,14 +22,14 @@ import numpy as np
 from pydantic import BaseModel, SecretBytes, SecretStr
 
 from tests.support.stacks import manager_of
+from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.config.secrets import KEY_BYTES
 from tiered_kv.config.settings import StrictModel, TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.exporters.metrics import StackCollector, exposition
-from tiered_kv.exporters.status import status
-from tiered_kv.hooks import tier_plugins
-from tiered_kv.stack import Stack, open_stack
-from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.stack.exporters.metrics import StackCollector, exposition
+from tiered_kv.stack.exporters.status import status
+from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
 
 _CONDITION_WAIT_S = 20.0

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from tests.support.engines import PROGRAMS, SGLANG, Message, Program, environment_of, interpreter
+from tests.support.engines import SGLANG, Message, Program, environment_of, interpreter, program_path
 
 
 def extra_config(tiers: Sequence[Mapping[str, object]], **more: object) -> Message:
@@ -51,7 +51,7 @@ class SGLangEngine(Program):
 
     def __init__(self, model: Path, directory: Path, options: Mapping[str, object], **variables: str) -> None:
         self._counters = directory / "counters.json"
-        program = str(PROGRAMS / "sglang_engine_program.py")
+        program = program_path("sglang_engine_program.py")
         super().__init__(
             [interpreter(SGLANG), program, str(model), json.dumps(options)],
             directory / "engine.log",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tiered_kv.base import OffloadKey, get_offload_block_hash
+from tiered_kv.config.hooks import TierType, hookimpl, tier_plugins, tier_type_of_class
 from tiered_kv.config.settings import ClassArguments
-from tiered_kv.hooks import TierType, hookimpl, tier_plugins, tier_type_of_class
-from tiered_kv.stack import AnyStack
+from tiered_kv.stack.open import AnyStack
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 BUILT_IN_TIERS: dict[str, dict[str, object]] = {

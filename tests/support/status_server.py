@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.support.loopback import LoopbackServer
-from tiered_kv._cli.ask import StackStatus, read_status
+from tiered_kv.cli.ask import StackStatus, read_status
 
 Status = dict[str, Any]  # Any: JSON
 

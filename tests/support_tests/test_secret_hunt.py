@@ -24,10 +24,10 @@ from tests.support.secret_hunt import (
     show_running_stack,
 )
 from tests.support.stacks import plugged
-from tiered_kv.cli import main
+from tiered_kv.cli.main import main
+from tiered_kv.config.hooks import TierType
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import TierError
-from tiered_kv.hooks import TierType
 from tiered_kv.tiering.base import JobMetadata
 
 

@@ -26,7 +26,7 @@ from tests.support.s3_servers import S3Server
 from tests.support.segment_map import SegmentMap
 from tests.support.stacks import stack_of
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.stack import open_stack
+from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.proxy import FaultProxy, Faults

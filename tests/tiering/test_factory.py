@@ -11,9 +11,9 @@ from pydantic import SecretStr
 
 from tests.support.faulty import FourMethodTier
 from tests.support.stacks import Register, plugged
+from tiered_kv.config.hooks import TierType, tier_plugins
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError, MissingExtraError, TierError, TierUnavailableError
-from tiered_kv.hooks import TierType, tier_plugins
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 

@@ -11,8 +11,8 @@ from types import FrameType
 
 from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.facade import rows_of
-from tiered_kv.stack import EngineStack, open_engine_stack
+from tiered_kv.stack.facade import rows_of
+from tiered_kv.stack.open import EngineStack, open_engine_stack
 from tiered_kv.testing.rig import make_keys
 
 ROOT = Path(__file__).parents[2]

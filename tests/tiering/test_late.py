@@ -14,7 +14,7 @@ from tests.support.stacks import stack_of
 from tests.support.tenants import BLOCK_BYTES, Tenant
 from tiered_kv import DirectTiers, Namespace, open_stack
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.stack import Stack
+from tiered_kv.stack.open import Stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.entries import s3_entry
 from tests.support.stacks import block_hashes, forget_memory, manager_of, stack_of
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit import epoch

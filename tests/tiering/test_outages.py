@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, ManualTier, keys
-from tiered_kv.log_limit import KINDS_MAX, LogLimit
+from tiered_kv.system.log_limit import KINDS_MAX, LogLimit
 from tiered_kv.testing.control import ManualClock, wait_until
 from tiered_kv.tiering.spell import LOGGED_AT_ONCE, LOGGED_PAUSE_S
 from tiered_kv.toolkit.failure_texts import AGE_MAX_S, OF_LOOKUPS, FailureTexts

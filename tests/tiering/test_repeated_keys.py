@@ -13,7 +13,7 @@ from tests.tiering.conftest import BLOCK_BYTES as BENCH_BYTES
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.write_budget import WINDOW_MINUTES
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
-from tiered_kv.audit.audit import AuditRules
-from tiered_kv.audit.manager import AuditedManager
 from tiered_kv.base import OffloadPolicy, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.history.recorder import BlockHistory
+from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.instruments import count_of
+from tiered_kv.tiering.audit.audit import AuditRules
+from tiered_kv.tiering.audit.manager import AuditedManager
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.requests import ManagerLimits
 

@@ -12,7 +12,7 @@ from tests.support.stacks import block_hashes
 from tests.tiering.conftest import Bench, MakeBench, keys
 from tiered_kv.base import OffloadPolicy, ReqContext
 from tiered_kv.hints import HINTS_KEY
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 
 

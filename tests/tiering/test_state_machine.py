@@ -18,8 +18,6 @@ from tests.support.entries import damage_objects, s3_entry
 from tests.support.faulty import FourMethodTier, Gate, HangingTier, HeldJobsTier
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_servers import S3Server
-from tiered_kv.audit.audit import AuditRules
-from tiered_kv.audit.manager import AuditedManager
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
@@ -29,6 +27,8 @@ from tiered_kv.testing.faults import FailingTier, PromptTier
 from tiered_kv.testing.model import RowLedger, StackUnderTest, WatchedTier
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.state_machine import OpenStack, make_state_machine
+from tiered_kv.tiering.audit.audit import AuditRules
+from tiered_kv.tiering.audit.manager import AuditedManager
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.record import HEADER_BYTES

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, PATIENT, stack_of
-from tiered_kv import threads
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.stack import EngineStack, open_engine_stack
+from tiered_kv.stack.open import EngineStack, open_engine_stack
+from tiered_kv.system import threads
+from tiered_kv.system.threads import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.threads import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 CONTEXT = ReqContext("r")

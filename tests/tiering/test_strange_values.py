@@ -15,7 +15,7 @@ from tests.support.faulty import Gate
 from tests.tiering.conftest import MakeBench, ManualTier
 from tests.tiering.test_wedged_tiers import Engine
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
-from tiered_kv.exporters.metrics import series_of
+from tiered_kv.stack.exporters.metrics import series_of
 from tiered_kv.testing.control import ManualClock, wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobResult, SecondaryTierManager

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiering.conftest import BLOCK_BYTES, JOB_TIMEOUT_S, LARGE_BUDGETS, Bench, ManualTier, keys
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.stack import open_stack
+from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata
 

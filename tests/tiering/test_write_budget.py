@@ -17,7 +17,7 @@ from tiered_kv.base import make_offload_key
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.stack import open_stack
+from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering import write_budget
 from tiered_kv.tiering.write_budget import WINDOW_MINUTES, WriteBudget

@@ -22,8 +22,8 @@ from tests.support.pages import write_shown
 from tests.support.shortages import Resource, Shortage, outage
 from tests.toolkit.conftest import PATIENCE_S, DictTier, MakeStage
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.hooks import tier_plugins
-from tiered_kv.stack import open_stack
+from tiered_kv.config.hooks import tier_plugins
+from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit import Outcome, blocking, jobs

@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.threads import no_threads
 from tiered_kv.base import ReqContext, make_offload_key
+from tiered_kv.system.threads import BackgroundTask, _log
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.threads import BackgroundTask, _log
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit.jobs import PAUSE_MAX, STALL_S, VERDICT_PARTS, Climb, Job, Outcome, PartQueue
 from tiered_kv.toolkit.queued import BATCHES_MAX, EventLog

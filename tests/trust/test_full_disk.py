@@ -21,7 +21,7 @@ from tests.support.patient_nvme import waiting_until_closed
 from tests.support.stacks import forget_memory, manager_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.stack import Stack
+from tiered_kv.stack.open import Stack
 from tiered_kv.testing.rig import block_content, make_keys
 
 pytestmark = [pytest.mark.trust("full-disk"), pytest.mark.slow]

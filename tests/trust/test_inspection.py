@@ -11,8 +11,8 @@ from tests.support.places import Place, PlaceOf
 from tests.support.secret_hunt import Sheet, new_marker
 from tests.support.tenants import BLOCK_BYTES, neighbour
 from tiered_kv.base import OffloadKey, make_offload_key
-from tiered_kv.cli import main
-from tiered_kv.stack import open_stack
+from tiered_kv.cli.main import main
+from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.administration import Verification

@@ -18,7 +18,7 @@ from tests.support.race_cases import BLOCK_BYTES, TIERS, race_from_arguments, se
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
 from tests.support.stacks import manager_of
-from tiered_kv.stack import open_stack
+from tiered_kv.stack.open import open_stack
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]
 

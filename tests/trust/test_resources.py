@@ -33,15 +33,15 @@ from tiered_kv.base import (
     OffloadKey,
     make_offload_key,
 )
+from tiered_kv.config.hooks import TierType
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import TieredKVError
-from tiered_kv.hooks import TierType
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.instruments import count_of
 from tiered_kv.server import allocation
 from tiered_kv.server.connect import connect
-from tiered_kv.stack import Stack, open_stack
+from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.worker import SharedStack
 from tiered_kv_memory.settings import MemorySettings

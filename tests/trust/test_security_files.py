@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.places import Place
 from tests.support.tenants import BLOCK_BYTES, Tenant
-from tiered_kv.cli import main
+from tiered_kv.cli.main import main
 from tiered_kv.cpu.region import Geometry
 from tiered_kv.errors import ConfigError, FormatError, TieredKVError, TierUnavailableError
-from tiered_kv.stack import open_stack
+from tiered_kv.stack.open import open_stack
 from tiered_kv.worker.shared import SharedRegion
 from tiered_kv.worker.shared_file import SharedFile
 

@@ -11,9 +11,9 @@ import pytest
 from tests.support.places import PlaceOf
 from tests.support.redis_servers import RedisServer
 from tiered_kv.base import OffloadKey, make_offload_key
-from tiered_kv.cli import main
+from tiered_kv.cli.main import main
 from tiered_kv.errors import ConfigError
-from tiered_kv.stack import open_stack
+from tiered_kv.stack.open import open_stack
 
 redis = pytest.importorskip("redis", reason="redis-py is not installed")
 

@@ -17,8 +17,8 @@ from tests.support.places import Place, PlaceOf
 from tests.support.redis_servers import RedisServer
 from tests.support.stacks import manager_of
 from tests.support.tenants import Tenant, neighbour
-from tiered_kv.cli import main
-from tiered_kv.stack import open_stack
+from tiered_kv.cli.main import main
+from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv_s3.control import Control
 

@@ -20,11 +20,11 @@ from tests.support.places import Place, PlaceOf
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_servers import REGION, S3Server, missing_for_moto
 from tests.support.tenants import Tenant
-from tiered_kv.cli import main
+from tiered_kv.cli.main import main
 from tiered_kv.config.secrets import read_key_file
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.stack import open_stack
-from tiered_kv.stack_config import load_config
+from tiered_kv.stack.open import open_stack
 from tiered_kv.workload.trace import read_trace
 
 pytestmark = [pytest.mark.trust("security"), pytest.mark.slow]

@@ -20,9 +20,9 @@ from tiered_kv.base import (
     make_offload_key,
 )
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.facade import rows_of
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.stack import EngineStack
+from tiered_kv.stack.facade import rows_of
+from tiered_kv.stack.open import EngineStack
 from tiered_kv.worker import SharedStack, TieredOffloadingSpec, WorkerHandlers
 
 torch = pytest.importorskip("torch")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.facade import rows_of
-from tiered_kv.stack import EngineStack
+from tiered_kv.stack.facade import rows_of
+from tiered_kv.stack.open import EngineStack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.worker import SharedStack
 

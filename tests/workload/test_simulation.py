@@ -17,9 +17,9 @@ from tests.support.entries import s3_entry
 from tests.support.redis_servers import PATIENT, RedisServer
 from tests.support.s3_servers import S3Server
 from tests.support.stacks import manager_of
+from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError
-from tiered_kv.stack import open_stack
-from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, host_rates

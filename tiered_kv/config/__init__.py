@@ -1,6 +1,6 @@
-"""The values of a stack's YAML file; `tiered_kv/stack_config.py` makes a checked `StackConfig` of them.
+"""The values of a stack's YAML file; `tiered_kv/config/stack_config.py` makes a checked `StackConfig` of them.
 
-The opening of a stack, the command and the engines' integrations call it, on their own thread, before any tier exists.
+The opening of a stack, the command and the engines' plugins call it, on their own thread, before any tier exists.
 What must stay true: a wrong value is a `ConfigError` that names its place in the file, and no message and no text of a
 setting shows a secret.
 
@@ -9,5 +9,7 @@ settings         the base of all models; `TierSettings`, which a tier's author s
 units            sizes, durations and paths: the types of such settings
 namespace        which blocks are interchangeable
 validation       what pydantic finds wrong, as a `ConfigError`
+hooks            how tiers and their types are found
+stack_config     the whole file, and its schema
 secrets          keeping secrets out of messages; keys of 32 bytes, from a text or a file
 """

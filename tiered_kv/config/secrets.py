@@ -18,7 +18,7 @@ from pydantic import SecretBytes, SecretStr
 
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.permissions import OTHERS
+from tiered_kv.system.permissions import OTHERS
 
 HIDDEN = "***"
 _FOREIGN_CHARACTERS_MAX = 240

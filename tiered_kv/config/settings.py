@@ -16,7 +16,7 @@ from pydantic import (
 
 from tiered_kv.config.secrets import HIDDEN, redact, secrets_in, texts_in, variables_in
 from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds
-from tiered_kv.limits import Take
+from tiered_kv.system.limits import Take
 
 PRIMARY_NAME: Final = "cpu"
 """The primary tier's name in counters and answers; no secondary tier may have it."""

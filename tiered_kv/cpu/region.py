@@ -26,10 +26,10 @@ import numpy as np
 
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.errors import ConfigError, ResourceError, needing_resources
-from tiered_kv.file_systems import allocate
-from tiered_kv.huge_pages import aligned_to, map_aligned
-from tiered_kv.limits import Limits
-from tiered_kv.permissions import NotPrivateError, check_file
+from tiered_kv.system.file_systems import allocate
+from tiered_kv.system.huge_pages import aligned_to, map_aligned
+from tiered_kv.system.limits import Limits
+from tiered_kv.system.permissions import NotPrivateError, check_file
 
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
 HEADER_BYTES = 4096

@@ -17,8 +17,8 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Task, TierQueue
 from tiered_kv.errors import ShutdownError
-from tiered_kv.log_limit import LogLimit
 from tiered_kv.metrics.instruments import Counters
+from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.search import ask_tier
 from tiered_kv.tiering.uses import TOLD_AT_ONCE
@@ -40,7 +40,8 @@ _Message = Task | Callable[[], None] | None
 class TierThread:
     """Owns the tiers. Other threads send it messages by `post`, and call `wake` when a job or lookup has ended.
 
-    Other threads use only the queue and single assignments, which an interrupt leaves whole (`tiered_kv.interrupts`).
+    Other threads use only the queue and single assignments, which an interrupt leaves whole
+    (`tiered_kv.system.interrupts`).
     """
 
     def __init__(self, on_removed: Callable[[str, Sequence[OffloadKey]], None] | None) -> None:

@@ -18,16 +18,16 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.buffers import bytes_in
+from tiered_kv.config.hooks import tier_settings
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Done, Kind, Task
 from tiered_kv.direct.thread import TierThread
 from tiered_kv.errors import ConfigError, needing_resources
-from tiered_kv.hooks import tier_settings
-from tiered_kv.interrupts import CallThread
-from tiered_kv.limits import compare, require
+from tiered_kv.stack.buffers import bytes_in
+from tiered_kv.system.interrupts import CallThread
+from tiered_kv.system.limits import compare, require
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.guarded import GuardedTier

@@ -139,7 +139,7 @@ AUDIT: Final = {
     "audit_busy_requests_total": Metric("Requests not audited because another was; only of cpu."),
     "audit_abandoned_blocks_total": Metric("Blocks that were not compared; only of cpu.", ("reason",)),
 }
-"""Of the audit: `audit/manager.py`."""
+"""Of the audit: `tiering/audit/manager.py`."""
 
 ATTACHED: Final = {
     "lost_connections_total": Metric("Connections to the host's server that ended before the engine did."),

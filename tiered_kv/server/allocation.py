@@ -22,8 +22,8 @@ from weakref import WeakSet
 
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ResourceError
-from tiered_kv.limits import Limit, Limits
-from tiered_kv.threads import start_thread
+from tiered_kv.system.limits import Limit, Limits
+from tiered_kv.system.threads import start_thread
 
 CHUNK_BYTES: Final = 4 << 20
 """What one call of the kernel allocates. Meanwhile, a few milliseconds, the process can map no other memory."""

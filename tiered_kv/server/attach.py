@@ -18,7 +18,6 @@ import numpy as np
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError, TieredKVError
-from tiered_kv.log_limit import LogLimit
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.server import protocol
 from tiered_kv.server.allocation import charge_of
@@ -27,7 +26,8 @@ from tiered_kv.server.memory import map_generations, map_host_region
 from tiered_kv.server.protocol import Hello, ProtocolError, Welcome
 from tiered_kv.server.reset_file import ResetNotes
 from tiered_kv.server.welcome import check_allocated, check_files, receive, welcome_of
-from tiered_kv.threads import start_thread
+from tiered_kv.system.log_limit import LogLimit
+from tiered_kv.system.threads import start_thread
 from tiered_kv.tiering.spell import LOGGED_AT_ONCE, LOGGED_PAUSE_S
 
 SCHEME: Final = "unix:"

@@ -12,16 +12,16 @@ from contextlib import suppress
 from typing import Any, Final
 
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx, make_offload_key
-from tiered_kv.buffers import Blocks
-from tiered_kv.calls import end_of
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.facade import BlockFacade, keys_of
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink
 from tiered_kv.server.attached_request import AttachedRequest, parts_of
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import KEY_BYTES_MAX, Hello, Message
+from tiered_kv.stack.buffers import Blocks
+from tiered_kv.stack.calls import end_of
+from tiered_kv.stack.facade import BlockFacade, keys_of
 from tiered_kv.tiering.interface import CalledManager
 
 START_A_SERVER: Final = "start 'tiered-kv serve STACK --socket PATH'"

@@ -6,8 +6,8 @@ import resource
 from contextlib import suppress
 from typing import Final
 
-from tiered_kv.limits import DESCRIPTORS_SHARE, Limits
-from tiered_kv.stack_config import StackConfig
+from tiered_kv.config.stack_config import StackConfig
+from tiered_kv.system.limits import DESCRIPTORS_SHARE, Limits
 
 CONNECTIONS_MAX: Final = 1024
 CONNECTIONS_MIN: Final = 8

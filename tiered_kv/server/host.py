@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
+from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.manager import CHAINS_MAX
 from tiered_kv.errors import ResourceError
@@ -20,12 +21,11 @@ from tiered_kv.server.memory import Generations, HostRegion
 from tiered_kv.server.protocol import Welcome
 from tiered_kv.server.reset_file import ResetFile
 from tiered_kv.server.session_request import RowIndex
-from tiered_kv.stack import EngineStack
-from tiered_kv.stack_config import StackConfig
+from tiered_kv.stack.open import EngineStack
 from tiered_kv.tiering.pace import EngineCost
 
 if TYPE_CHECKING:
-    from tiered_kv.exporters.status import Observed
+    from tiered_kv.stack.exporters.status import Observed
 
 GRANT_SHARE: Final = 256
 """A session has one row in so many in advance, `GRANT_ROWS_MIN` at least."""

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from tiered_kv.base import ReqContext
 from tiered_kv.errors import ResourceError
-from tiered_kv.log_limit import LogLimit
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.attached_request import AttachedRequest
 from tiered_kv.server.client import AttachedManager
-from tiered_kv.threads import start_thread
+from tiered_kv.system.log_limit import LogLimit
+from tiered_kv.system.threads import start_thread
 
 _PAUSE_S: Final = 0.5
 

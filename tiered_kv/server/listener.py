@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.file_systems import is_held
 from tiered_kv.server import protocol
+from tiered_kv.system.file_systems import is_held
 
 BACKLOG: Final = 64
 LOCK_S: Final = 5.0

@@ -25,9 +25,9 @@ import numpy as np
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import Geometry, PrimaryRegion
 from tiered_kv.errors import ConfigError, ResourceError, needing_resources
-from tiered_kv.huge_pages import TRANSPARENT, HugePages, aligned_to, map_aligned, pool_name
-from tiered_kv.limits import Limit, Limits
 from tiered_kv.server.allocation import RowAllocation
+from tiered_kv.system.huge_pages import TRANSPARENT, HugePages, aligned_to, map_aligned, pool_name
+from tiered_kv.system.limits import Limit, Limits
 
 ROWS_MIN: Final = 2
 """A server without memory for so many does not start."""

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Final
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.secrets import error_text
+from tiered_kv.config.stack_config import MetricsSettings, StackConfig, load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import validate
 from tiered_kv.direct.tiers import part_of
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.server.host import Host
-from tiered_kv.stack_config import MetricsSettings, StackConfig, load_config
-from tiered_kv.threads import start_thread
+from tiered_kv.system.threads import start_thread
 
 if TYPE_CHECKING:
-    from tiered_kv.exporters.server import StatusServer
+    from tiered_kv.stack.exporters.server import StatusServer
 
 CLOSE_S: Final = 5.0
 WAITING_MAX: Final = 2048
@@ -115,7 +115,7 @@ class Namespaces:
         """
         if self._metrics is None:
             return None
-        from tiered_kv.exporters.server import StatusServer, routes_of
+        from tiered_kv.stack.exporters.server import StatusServer, routes_of
 
         routes = routes_of(lambda: {host.config.identity.digest.hex(): host.observed() for host in self.hosts})
         pages = StatusServer(*self._metrics.address)

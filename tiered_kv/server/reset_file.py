@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.stack_config import BlockSettings
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import TieredKVError
-from tiered_kv.permissions import FILE_MODE, check_file
-from tiered_kv.stack_config import BlockSettings
+from tiered_kv.system.permissions import FILE_MODE, check_file
 
 _WRITTEN: Final = struct.Struct("<q")
 _DIGEST_CHARACTERS: Final = 16

@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import Final
 
 from tiered_kv.errors import TieredKVError
-from tiered_kv.log_limit import LogLimit
 from tiered_kv.server import protocol
 from tiered_kv.server.channel import Channel
 from tiered_kv.server.descriptors import connections_max
@@ -26,7 +25,8 @@ from tiered_kv.server.process import Process, open_pidfd
 from tiered_kv.server.protocol import ClosedError, Hello, Message, ProtocolError
 from tiered_kv.server.session import Session
 from tiered_kv.server.users import Users
-from tiered_kv.threads import STEP
+from tiered_kv.system.log_limit import LogLimit
+from tiered_kv.system.threads import STEP
 
 __all__ = ["CacheServer", "listen"]
 

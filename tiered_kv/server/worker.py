@@ -26,7 +26,7 @@ from tiered_kv.server.attach import (
     unused_address,
 )
 from tiered_kv.server.protocol import ClosedError
-from tiered_kv.threads import start_thread
+from tiered_kv.system.threads import start_thread
 from tiered_kv.worker.handlers import WorkerHandlers
 
 JOIN_S: Final = 2.0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final
 
+from tiered_kv.config.hooks import tier_settings, tier_type_of
 from tiered_kv.config.secrets import scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import suggestion
@@ -18,8 +19,7 @@ from tiered_kv.errors import (
     TierUnavailableError,
     remedy_of,
 )
-from tiered_kv.hooks import tier_settings, tier_type_of
-from tiered_kv.threads import call_within
+from tiered_kv.system.threads import call_within
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.late import LateTier
 

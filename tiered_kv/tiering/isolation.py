@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from tiered_kv.errors import ResourceError
-from tiered_kv.threads import start_thread
+from tiered_kv.system.threads import start_thread
 from tiered_kv.tiering.answers import (
     WrongValueError,
     checked_answer,

@@ -17,8 +17,8 @@ from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOfflo
 from tiered_kv.config.secrets import scrub
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
-from tiered_kv.log_limit import LogLimit
-from tiered_kv.threads import start_thread
+from tiered_kv.system.log_limit import LogLimit
+from tiered_kv.system.threads import start_thread
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.isolation import IsolatedTier
 

@@ -19,11 +19,11 @@ from tiered_kv.base import (
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.history.recorder import BlockHistory
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.instruments import Notices, StepTimer, timed
 from tiered_kv.reasons import Fate
-from tiered_kv.threads import PAUSES_MAX, STEP
+from tiered_kv.system.threads import PAUSES_MAX, STEP
 from tiered_kv.tiering.account import EventSink, PrimaryAccount
 from tiered_kv.tiering.answers import checked_flag, tier_exceptions
 from tiered_kv.tiering.base import SecondaryTierManager

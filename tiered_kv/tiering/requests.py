@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.history.ledger import RequestLog
+from tiered_kv.metrics.history.ledger import RequestLog
 from tiered_kv.reasons import Fate
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import EngineCost

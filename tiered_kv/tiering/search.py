@@ -9,7 +9,7 @@ from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
-from tiered_kv.history.recorder import BlockHistory
+from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.reasons import TOO_SLOW, Fate, reason_of
 from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from tiered_kv.log_limit import LogLimit
+from tiered_kv.system.log_limit import LogLimit
 
 LOGGED_AT_ONCE: Final = 6
 LOGGED_PAUSE_S: Final = 60.0

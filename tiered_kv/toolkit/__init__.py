@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tiered_kv.base import OffloadKey, ReqContext
+    from tiered_kv.config.hooks import TierType, hookimpl, tier_plugins
     from tiered_kv.config.settings import TierSettings
     from tiered_kv.config.units import Bytes, Count, Seconds
-    from tiered_kv.hooks import TierType, hookimpl, tier_plugins
     from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
     from tiered_kv.tiering.factory import SecondaryTierFactory
     from tiered_kv.tiering.lookups import BatchedLookups
@@ -68,7 +68,7 @@ _MODULES = {
     "tiered_kv.base": "OffloadKey ReqContext",
     "tiered_kv.config.settings": "TierSettings",
     "tiered_kv.config.units": "Bytes Count Seconds",
-    "tiered_kv.hooks": "TierType hookimpl tier_plugins",
+    "tiered_kv.config.hooks": "TierType hookimpl tier_plugins",
     "tiered_kv.tiering.base": "JobMetadata JobResult SecondaryTierManager TierSpec",
     "tiered_kv.tiering.factory": "SecondaryTierFactory",
     "tiered_kv.tiering.lookups": "BatchedLookups",

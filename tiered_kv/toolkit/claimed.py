@@ -24,8 +24,8 @@ from pydantic import Field, model_validator
 
 from tiered_kv.config.units import FilePath, expanded_path
 from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError, remedy_of
-from tiered_kv.file_systems import mount_of
-from tiered_kv.permissions import NotPrivateError, check_directory, check_file, open_directory
+from tiered_kv.system.file_systems import mount_of
+from tiered_kv.system.permissions import NotPrivateError, check_directory, check_file, open_directory
 from tiered_kv.toolkit.codecs import CodecSettings
 from tiered_kv.toolkit.small_files import SMALL_FILE_BYTES_MAX, as_text, fields_of, names_in, opened, replace_file
 
@@ -97,7 +97,7 @@ class ClaimedDirectory:
     format_version: int  # that this release reads and writes
     own_names: Set[str]  # files that the tier may make before the marker
     tier: str = ""  # its name, for messages
-    private: bool = True  # whether to refuse a directory that another user controls; see `tiered_kv.permissions`
+    private: bool = True  # whether to refuse a directory that another user controls; see `tiered_kv.system.permissions`
     required_mount: str = ""  # a mount point at or above `path`, without which the directory is neither made nor opened
 
     def make(self) -> Made:

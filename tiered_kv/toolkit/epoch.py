@@ -36,7 +36,7 @@ from typing import Protocol
 import xxhash
 
 from tiered_kv.errors import FormatError, TieredKVError
-from tiered_kv.log_limit import LogLimit
+from tiered_kv.system.log_limit import LogLimit
 
 FORMAT_VERSION = 1
 MARK_BYTES_MAX = 128  # bytes of the longest mark of any version

@@ -19,7 +19,7 @@ import numpy as np
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.config.secrets import scrub
 from tiered_kv.errors import TierError
-from tiered_kv.log_limit import LogLimit
+from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.lookups import BatchedLookups, Probe
 from tiered_kv.toolkit.failure_texts import OF_LOOKUPS, FailureTexts

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from tiered_kv.errors import ResourceError
-from tiered_kv.threads import start_thread
+from tiered_kv.system.threads import start_thread
 
 Addresses = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]  # Any: an address of any family
 

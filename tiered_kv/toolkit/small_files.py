@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from tiered_kv.log_limit import LogLimit
-from tiered_kv.permissions import FILE_MODE
+from tiered_kv.system.log_limit import LogLimit
+from tiered_kv.system.permissions import FILE_MODE
 from tiered_kv.toolkit.failure_texts import OF_LOOKUPS, FailureTexts
 from tiered_kv.toolkit.jobs import failure_reason
 

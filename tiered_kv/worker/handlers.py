@@ -25,7 +25,7 @@ from tiered_kv.base import (
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.threads import DaemonThreads
+from tiered_kv.system.threads import DaemonThreads
 from tiered_kv.worker.cuda import CudaCopier, CudaCopy, Kernel
 from tiered_kv.worker.plan import LOAD, STORE, BlockLayout, CopyPlan, device_of, lay_out, plan_transfer
 from tiered_kv.worker.short_runs import choose_kernels

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from tiered_kv.base import CanonicalKVCaches, LoadStoreSpec, OffloadingHandler, OffloadingManager, OffloadingSpec
+from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.region import (
@@ -21,10 +22,9 @@ from tiered_kv.cpu.region import (
     write_header,
 )
 from tiered_kv.errors import ConfigError, TieredKVError, needing_resources
-from tiered_kv.limits import refuse
-from tiered_kv.log_limit import LogLimit
-from tiered_kv.stack import EngineStack, needs_of
-from tiered_kv.stack_config import StackConfig, load_config
+from tiered_kv.stack.open import EngineStack, needs_of
+from tiered_kv.system.limits import refuse
+from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 from tiered_kv.worker.shared_file import SharedFile
 

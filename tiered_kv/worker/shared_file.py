@@ -25,8 +25,8 @@ from pathlib import Path
 
 from tiered_kv.cpu.region import HEADER_BYTES, ROWS_OFFSET, SHARED_MEMORY_DIRECTORY
 from tiered_kv.errors import ConfigError, needing_resources
-from tiered_kv.file_systems import is_held
-from tiered_kv.permissions import FILE_MODE, NotPrivateError, check_file
+from tiered_kv.system.file_systems import is_held
+from tiered_kv.system.permissions import FILE_MODE, NotPrivateError, check_file
 
 JOIN_TIMEOUT_S = 300.0
 """How long a party waits for the exclusive lock, or for a note. The first to map the rows clears them meanwhile."""

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from tiered_kv.config.settings import PRIMARY_NAME
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
-from tiered_kv.stack_config import load_config
 from tiered_kv.workload.request import Request
 from tiered_kv.workload.simulation import Fleet, Simulated, simulate, with_tier
 

@@ -22,8 +22,8 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.facade import rows_of
 from tiered_kv.hints import HINTS_KEY
+from tiered_kv.stack.facade import rows_of
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.workload.content import BlockContent, Rows
 from tiered_kv.workload.request import Request, block_key

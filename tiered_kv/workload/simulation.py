@@ -15,17 +15,17 @@ from typing import Annotated
 
 from pydantic import Field
 
+from tiered_kv.config.hooks import tier_type_of
 from tiered_kv.config.reading import from_source
 from tiered_kv.config.settings import PRIMARY_NAME, StrictModel, TierSettings
+from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
-from tiered_kv.hooks import tier_type_of
 from tiered_kv.metrics.instruments import count_of
-from tiered_kv.stack import limits_of, located
-from tiered_kv.stack_config import StackConfig
+from tiered_kv.stack.open import limits_of, located
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.keys_only import KeysOnlyTier, KeyStore
 from tiered_kv.workload.replay import Replay, ReplaySettings

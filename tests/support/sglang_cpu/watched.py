@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from tiered_kv.integrations.sglang import TieredKVHiCache
+from tiered_kv_sglang import TieredKVHiCache
 
 COUNTERS = Path(os.environ["WATCHED_COUNTERS"])
 

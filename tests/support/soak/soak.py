@@ -37,7 +37,7 @@ from tests.support.soak.grounds import (
     chats,
 )
 from tests.support.soak.holdings import Holdings, growth_problems, left_problems
-from tiered_kv.stack import EngineStack, open_engine_stack
+from tiered_kv.stack.open import EngineStack, open_engine_stack
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.tally import Tally
 

@@ -2,7 +2,7 @@
 
 After N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Their
 unit is an object. Here it is a tail (`tails.py`): the blocks that one request was the last to use.
-`tiered_kv/hit_density.py` computes the estimates. The numbers were chosen on the trace and the workloads of
+`tiered_kv/cpu/hit_density.py` computes the estimates. The numbers were chosen on the trace and the workloads of
 docs/explanation/hit-rates.md, as round numbers.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import NO_KEY, PROMOTION, CPUBlock, RequestChain
+from tiered_kv.cpu.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, HitDensity
 from tiered_kv.cpu.policies import CachePolicy
 from tiered_kv.cpu.policies.tails import Tail, TailOrder, runs_of
 from tiered_kv.hints import Hints
-from tiered_kv.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, HitDensity
 
 LEARN_EVERY = 64
 """Requests between two computations of the densities."""

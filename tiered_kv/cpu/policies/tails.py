@@ -18,7 +18,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import NO_KEY, CPUBlock, RequestChain
-from tiered_kv.hit_density import BUCKETS
+from tiered_kv.cpu.hit_density import BUCKETS
 
 CIRCLE_MAX = 100
 """Limit of tails in a circle of waiting tails; a longer circle is not detected."""

@@ -1,0 +1,267 @@
+"""Requests over HTTP to a process that has a stack open, and what two answers say together.
+
+The process may run another version, or be no stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import ssl
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
+
+from tiered_kv.cli.output import printable
+from tiered_kv.config.reading import fill_variables, from_source
+from tiered_kv.config.stack_config import MetricsSettings
+from tiered_kv.config.validation import validate
+from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
+from tiered_kv.metrics.instruments import quantile
+
+ANSWER_BYTES_MAX: Final = 8 << 20
+TIMEOUT_S: Final = 5.0
+_REASON_BYTES_MAX: Final = 1000
+DEFAULT_ADDRESS: Final = "127.0.0.1:9464"
+_LINE: Final = f'metrics: {{listen: "{DEFAULT_ADDRESS}"}}'
+_HOST_AND_PORT = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
+_PATH = re.compile("[!-~]*")
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is a URL or HOST:PORT, and not the path of a file."""
+    return "://" in text or _HOST_AND_PORT.fullmatch(text) is not None
+
+
+def url_of(text: str) -> str:
+    """Return the URL before all pages: of a URL, HOST:PORT, or a stack's file, for its `metrics.listen`.
+
+    Only `metrics` is read of a stack's file. So the variables of its secrets need not be set here.
+
+    Raises:
+        ConfigError: `text` is none of these, or the file has no `metrics.listen`.
+    """
+    if not is_address(text):
+        return from_source(text, _url_of_stack)
+    try:
+        parts = urlsplit(text if "://" in text else f"http://{text}")
+        is_plain = parts.port != 0 and "@" not in parts.netloc and not (parts.query or parts.fragment)
+    except ValueError:
+        is_plain = False
+    if not (is_plain and parts.hostname and parts.scheme in ("http", "https") and _PATH.fullmatch(parts.path)):
+        raise ConfigError(
+            f"expected a URL such as http://{DEFAULT_ADDRESS}, without user, password, query and fragment, or the path "
+            "of a stack's file"
+        )
+    path = parts.path.rstrip("/").removesuffix("/status").removesuffix("/metrics")
+    return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def fetch(url: str, page: str, timeout_s: float = TIMEOUT_S) -> bytes:
+    """Return the body of a page, such as "/status". The call waits up to `timeout_s` seconds for each part of it.
+
+    Raises:
+        ConfigError: The server refuses the query in `page`.
+        TierUnavailableError: The server does not answer, or has no such page.
+    """
+    parts = urlsplit(url)
+    protocol = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    try:
+        with contextlib.closing(protocol(parts.netloc, timeout=timeout_s)) as connection:
+            connection.request("GET", f"{parts.path}{page}", headers={"Accept": "application/json"})
+            with connection.getresponse() as response:
+                body = response.read(ANSWER_BYTES_MAX + 1)
+    except TimeoutError:
+        raise TierUnavailableError(f"no answer within {timeout_s:g} s") from None
+    except ssl.SSLError as error:
+        raise TierUnavailableError(f"TLS failed: {error.reason or 'unknown reason'}") from error
+    except (http.client.HTTPException, ValueError) as error:
+        raise TierUnavailableError(f"the answer is not HTTP, or was cut off ({type(error).__name__})") from error
+    except OSError as error:
+        raise TierUnavailableError((error.strerror or type(error).__name__).lower()) from error
+    if len(body) > ANSWER_BYTES_MAX:
+        raise TierUnavailableError(f"the answer has more than {ANSWER_BYTES_MAX >> 20} MiB")
+    if response.status == http.HTTPStatus.BAD_REQUEST:
+        why = body[:_REASON_BYTES_MAX].decode(errors="replace").strip()
+        raise ConfigError(f"{url} refuses: {why if why.isprintable() else 'no reason that can be shown'}")
+    if response.status != http.HTTPStatus.OK:
+        raise TierUnavailableError(f"it answers with HTTP status {response.status}, not with {page}")
+    return body
+
+
+def _url_of_stack(raw: Mapping[str, object]) -> str:
+    if raw.get("metrics") is None:
+        raise ConfigError(
+            f"the stack serves no status; add this line to the file, and open the stack anew: {_LINE}",
+            location="metrics.listen",
+        )
+    filled = fill_variables({"metrics": raw["metrics"]}, os.environ)
+    metrics = validate(MetricsSettings, filled["metrics"], ("metrics",))
+    if metrics.address[1] == 0:
+        raise ConfigError("no server listens at port 0: give the URL with the port that the process has taken")
+    return f"http://{metrics.listen}"
+
+
+def _flat(counters: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    """Yield each counter by its name and labels, and each part of a histogram; a value that is None is not known."""
+    if isinstance(counters, dict):
+        for name, value in counters.items():
+            yield from _flat(value, (*path, printable(str(name))))
+    elif counters is not None:
+        if not isinstance(counters, (int, float)) or not 0 <= counters <= _NUMBER_MAX:
+            raise ValueError("expected a number")
+        yield path, counters
+
+
+_NUMBER_MAX: Final = 10**24
+_Text = Annotated[str, AfterValidator(printable)]
+_Number = Annotated[float, Field(strict=True, ge=0, le=_NUMBER_MAX)]
+_Whole = Annotated[int | None, Field(strict=True, ge=0, le=_NUMBER_MAX)]
+_Counters = Annotated[dict[tuple[str, ...], float], BeforeValidator(lambda counters: dict(_flat(counters)))]
+
+
+class BudgetState(BaseModel):
+    used_bytes: _Whole = None
+    limit_bytes: _Whole = None
+
+
+class TierStatus(BaseModel):
+    name: _Text
+    type: _Text
+    breaker: Literal["", "closed", "half_open", "open"]
+    is_disabled: bool
+    used_bytes: _Whole
+    capacity_bytes: _Whole
+    budgets: dict[str, BudgetState] = {}
+    p99_seconds: dict[str, _Number | None] = {}
+    counters: _Counters
+
+
+class Notice(BaseModel):
+    time: _Number
+    tier: _Text
+    what: _Text
+    count: _Whole = 1
+
+
+class StackStatus(BaseModel):
+    """What `docs/how-to/metrics.md` describes; texts are printable."""
+
+    version: _Text
+    namespace: _Text
+    block_bytes: _Whole = None
+    pid: Annotated[int, Field(strict=True, ge=0, le=_NUMBER_MAX)]
+    uptime_seconds: _Number
+    time: _Number
+    tiers: Annotated[list[TierStatus], Field(min_length=1)]
+    notices: list[Notice]
+
+
+def read_status(body: bytes) -> StackStatus:
+    """Return the answer to `/status`; raise `FormatError` if it is not that of a stack."""
+    try:
+        return StackStatus.model_validate_json(body)
+    except (ValidationError, RecursionError):
+        raise FormatError("the answer is not the status of a stack") from None
+
+
+View = dict[str, Any]  # Any: as JSON has it
+"""A stack over an interval, as `--json` prints it; `docs/reference/command.md` describes each field."""
+
+
+def view_of(before: StackStatus | None, now: StackStatus) -> View:
+    """Return the changes from one answer to the next; without the first, or after a restart, since the opening."""
+    if before and (before.pid != now.pid or before.uptime_seconds > now.uptime_seconds):
+        before = None
+    elapsed_s = max(now.uptime_seconds - (before.uptime_seconds if before else 0.0), 1e-3)
+    earlier = {tier.name: tier.counters for tier in before.tiers} if before else {}
+    changes = [_Change(tier, earlier.get(tier.name, {}), elapsed_s) for tier in now.tiers]
+    if any(change.asked_per_s is not None for change in changes):
+        hits = [change.per_s("blocks_total", "hit") for change in changes]
+    else:  # loaded blocks stand for them; the primary tier's include those that other tiers promoted
+        first, *others = (change.per_s("loaded_blocks_total") for change in changes)
+        hits = [max(0.0, first - sum(others)), *others]
+    asked = changes[0].asked_per_s
+    reasons = [reason for change in changes for reason in change.reasons()]
+    notices = [
+        {
+            "age_s": max(0.0, now.time - each.time),
+            "tier": each.tier,
+            "what": each.what + (f" ({each.count} times)" if (each.count or 0) > 1 else ""),
+        }
+        for each in now.notices
+    ]
+    return {
+        "version": now.version,
+        "namespace": now.namespace,
+        "pid": now.pid,
+        "uptime_seconds": now.uptime_seconds,
+        "interval_seconds": elapsed_s,
+        "is_since_start": before is None,
+        "asked_blocks_per_s": asked,
+        "hit_share": min(1.0, sum(hits) / asked) if asked else None,
+        "restored_tokens_per_s": changes[0].per_s("restored_tokens_total"),
+        "step_p99_seconds": now.tiers[0].p99_seconds.get("step"),
+        "tiers": [change.view(per_s) for change, per_s in zip(changes, hits, strict=True)],
+        "reasons": sorted(reasons, key=lambda each: (-each["blocks_per_s"], -each["blocks_total"])),
+        "notices": sorted(notices, key=lambda each: float(str(each["age_s"]))),
+    }
+
+
+class _Change:
+    """The changes of one tier's counters since `earlier`."""
+
+    def __init__(self, now: TierStatus, earlier: Mapping[tuple[str, ...], float], elapsed_s: float) -> None:
+        self._now = now
+        self._grown = {path: max(0.0, count - earlier.get(path, 0)) for path, count in now.counters.items()}
+        self._elapsed_s = elapsed_s
+
+    def per_s(self, *path: str) -> float:
+        return self._grown.get(path, 0.0) / self._elapsed_s
+
+    @property
+    def asked_per_s(self) -> float | None:
+        """The blocks that requests looked up in the tier; None without a history."""
+        has_history = any(path[0] == "blocks_total" for path in self._grown)
+        return self.per_s("blocks_total", "hit") + self.per_s("blocks_total", "miss") if has_history else None
+
+    def view(self, hits_per_s: float) -> View:
+        asked = self.asked_per_s
+        fields = {"name", "type", "breaker", "is_disabled", "used_bytes", "capacity_bytes"}
+        budgets = {name: self._now.budgets.get(name, BudgetState()) for name in ("store", "load")}
+        return {
+            **self._now.model_dump(include=fields),
+            "hits_per_s": hits_per_s,
+            "hit_share": hits_per_s / asked if asked else None,
+            "load_bytes_per_s": self.per_s("loaded_bytes_total"),
+            "store_bytes_per_s": self.per_s("stored_bytes_total"),
+            "load_p99_seconds": self._load_p99(),
+            **{f"{name}_budget_used_bytes": budget.used_bytes for name, budget in budgets.items()},
+            **{f"{name}_budget_bytes": budget.limit_bytes for name, budget in budgets.items()},
+        }
+
+    def reasons(self) -> Iterator[View]:
+        """Yield the reasons why blocks did not come, or were not stored."""
+        kinds = {"misses_total": "miss", "skipped_blocks_total": "skip", "unexplained_blocks_total": "unexplained"}
+        for path, count in self._now.counters.items():
+            if count and (path[0] in kinds or (path[0] == "failed_blocks_total" and len(path) == 3)):
+                yield {
+                    "what": kinds.get(path[0]) or path[1],
+                    "tier": self._now.name,
+                    "reason": path[-1] if len(path) > 1 else "too fast",
+                    "blocks_per_s": self.per_s(*path),
+                    "blocks_total": int(count),
+                }
+
+    def _load_p99(self) -> float | None:
+        """Return the 99th percentile of the interval's loads."""
+        of_loads = ("job_seconds", "load", "buckets")
+        counts = {path[3]: count for path, count in self._grown.items() if path[:3] == of_loads and len(path) == 4}
+        try:
+            return quantile({"count": sum(counts.values()), "buckets": counts}, 0.99)
+        except ValueError:
+            raise FormatError("the answer is not the status of a stack") from None

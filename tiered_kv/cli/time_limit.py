@@ -1,0 +1,69 @@
+"""Calls of the command that end in time, though a mount or a device hangs: on a thread that is left behind then.
+
+The kernel may keep a thread that waits for a device, and so the process, until the device answers. What the command has
+to say has been printed by then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Final, TypeVar
+
+from tiered_kv.config.settings import TierSettings
+from tiered_kv.errors import TierUnavailableError
+from tiered_kv.system.threads import start_thread
+from tiered_kv.tiering.factory import where_of
+
+T = TypeVar("T")
+
+_GRACE_S: Final = 3.0
+"""How long after its time a call on a directory may go on: most end in time themselves, and say more."""
+_SERVER_GRACE_S: Final = 60.0
+"""The same of a tier without a directory: its requests have limits of their own."""
+_POLL_S: Final = 0.05
+
+
+class TimeLimit:
+    """How long a call may take. Its own thread begins each part of it with a time for that part."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.begin(limit_s)
+
+    def begin(self, limit_s: float) -> None:
+        """Begin a part that may take so long."""
+        self._limit_s, self._end_s = limit_s, time.monotonic() + limit_s
+
+    def run(self, work: Callable[[], T], settings: TierSettings) -> T:
+        """Return what `work` returns, or raise what it raises.
+
+        Raises:
+            TierUnavailableError: It has not ended in time; the message has the tier's directory.
+            ResourceError: The system gives no thread.
+        """
+        directory = where_of(settings)
+        grace_s = _GRACE_S if directory else _SERVER_GRACE_S
+        future: Future[T] = Future()
+        ended = threading.Event()
+        start_thread(partial(_run, future, work, ended), f"tiered-kv-{settings.name}-command")
+        while not ended.wait(_POLL_S):  # so that Ctrl-C is noticed
+            if time.monotonic() >= self._end_s + grace_s:
+                message = (
+                    f"no answer in {self._limit_s:g} s{directory and f'{directory}; a mount or a device may hang'}"
+                )
+                raise TierUnavailableError(message, tier=settings.name)
+        try:
+            return future.result()
+        finally:
+            del future
+
+
+def _run(future: Future[T], work: Callable[[], T], ended: threading.Event) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+    ended.set()

@@ -1,0 +1,328 @@
+"""The configuration of a stack: from a YAML file or a mapping to a `StackConfig`, and its JSON schema."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SerializeAsAny, WithJsonSchema, field_validator, model_validator
+
+from tiered_kv.config.hooks import REFERENCE, TierType, check_entries, tier_plugins
+from tiered_kv.config.namespace import Namespace, NamespaceIdentity
+from tiered_kv.config.reading import fill_variables, from_source
+from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings
+from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
+from tiered_kv.config.validation import suggestion, validate
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES
+from tiered_kv.errors import ConfigError
+from tiered_kv.hints import HINT_NAMES, HintName
+
+PRIMARY_BLOCKS_MIN = 2
+PORT_MAX = 65535
+_ADDRESS = r"^(tcp://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):(\*|[0-9]{1,5})|ipc://\S+)$"
+_ADDRESSES = ["tcp://127.0.0.1:5557", "ipc:///run/kv-events"]
+TOPICS_MAX = 64
+Topic = Annotated[str, Field(max_length=256)]
+_TOPIC_SCHEMA: dict[str, Any] = {"type": "string", "maxLength": 256}
+_TOPICS_SCHEMA: dict[str, Any] = {
+    "anyOf": [_TOPIC_SCHEMA, {"type": "array", "items": _TOPIC_SCHEMA, "minItems": 1, "maxItems": TOPICS_MAX}]
+}
+_RATE_MAX = 1 << 40
+_OFF_SCHEMA: dict[str, Any] = {"enum": ["off", False]}  # as versions 1.2 and 1.1 of YAML read the word
+_RATE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "maximum": _RATE_MAX},
+        {"const": "measured"},
+        _OFF_SCHEMA,
+        {"type": "string", "pattern": r"^0*[1-9][0-9]*$|\$\{"},  # also from a variable of the environment
+    ]
+}
+
+
+class BlockSettings(StrictModel):
+    """The size of a block of one KV cache group."""
+
+    bytes: Bytes = Field(ge=1, le=1 << 30, description="Bytes of a block.")
+    tokens: Count = Field(default=16, ge=1, le=1 << 20, description="Tokens that a block holds.")
+
+
+class PrimarySettings(StrictModel):
+    """The primary tier: one region of CPU memory."""
+
+    capacity: Bytes = Field(description="Size of the region; rounded down to whole blocks.")
+    policy: str = Field(
+        default="lru",
+        description=f"The eviction policy: {', '.join(BUILT_IN_POLICIES)}, or module:Class.",
+    )
+    shared: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}$",
+        examples=["my_engine-1"],
+        description="Name of the file in /dev/shm that the processes of an engine map, where the engine gives none.",
+    )
+    huge_pages: bool = Field(default=True, description="Ask the kernel for transparent huge pages; it may decline.")
+    reserved_huge_pages: bool | None = Field(
+        default=None,
+        description="Of `tiered-kv serve`: use reserved huge pages (vm.nr_hugepages); by default if they suffice.",
+    )
+    prefault: bool | None = Field(
+        default=None,
+        description="Allocate every page when the stack is opened; by default only `tiered-kv serve` does, behind it.",
+    )
+    numa_node: Count | None = Field(default=None, ge=0, description="Bind the memory to this NUMA node.")
+    promotion_budget: Bytes | None = Field(
+        default=None,
+        description="Memory that blocks on their way from secondary tiers may take; by default half of the region.",
+    )
+    promotion_hold: Seconds = Field(
+        default=10.0, gt=0, le=3600, description="How long a promoted block waits for its request."
+    )
+    request_wait: Seconds = Field(
+        default=30.0, gt=0, le=3600, description="How long a request may wait for blocks; then they are a miss for it."
+    )
+
+    def refuse_without_server(self) -> None:
+        """Raise `ConfigError` for a setting that only the server of a host's cache knows."""
+        if self.reserved_huge_pages:
+            message = "only `tiered-kv serve` uses reserved huge pages; leave it out"
+            raise ConfigError(message, location="primary.reserved_huge_pages")
+
+    @field_validator("policy")
+    @classmethod
+    def _policy_has_a_name(cls, policy: str) -> str:
+        if policy not in BUILT_IN_POLICIES and not REFERENCE.fullmatch(policy):
+            nearest = suggestion(policy, [*BUILT_IN_POLICIES])
+            raise ValueError(f"expected {', '.join(BUILT_IN_POLICIES)}, or 'module:Class' of a policy{nearest}")
+        return policy
+
+
+class MetricsSettings(StrictModel):
+    """The HTTP server of a stack's metrics and status."""
+
+    listen: str = Field(
+        default="127.0.0.1:9464",
+        pattern=r"^([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}$",
+        examples=["127.0.0.1:9464", "[::1]:9464"],
+        description="Address and port, such as 127.0.0.1:9464 or [::1]:9464; port 0 takes any that is free.",
+    )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+    @field_validator("listen")
+    @classmethod
+    def _port_is_one(cls, listen: str) -> str:
+        if int(listen.rpartition(":")[2]) > PORT_MAX:
+            raise ValueError(f"expected a port from 0 to {PORT_MAX}")
+        return listen
+
+
+class EventSettings(StrictModel):
+    """Where events of all tiers are published. Other machines can connect unless the address is a loopback one."""
+
+    publish: str = Field(
+        pattern=_ADDRESS,
+        examples=_ADDRESSES,
+        description="Address to listen at for subscribers, such as tcp://127.0.0.1:5557.",
+    )
+    replay: str | None = Field(
+        default=None,
+        pattern=_ADDRESS,
+        examples=_ADDRESSES,
+        description="Address to listen at for subscribers that missed events; by default there is none.",
+    )
+    topic: Annotated[tuple[Topic, ...], WithJsonSchema(_TOPICS_SCHEMA)] = Field(
+        default=("kv",),
+        description="The first frame of each message; of several topics, each message is sent with each.",
+    )
+
+    @field_validator("topic", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, topic: object) -> object:
+        if isinstance(topic, (list, tuple)) and not 1 <= len(topic) <= TOPICS_MAX:
+            raise ValueError(f"expected from 1 to {TOPICS_MAX} topics")
+        return (topic,) if isinstance(topic, str) else topic
+
+
+class PrefillSettings(StrictModel):
+    """How fast the engine computes prompts: a block that it computes sooner than a tier loads it is not promoted."""
+
+    tokens_per_s: Annotated[Count | Literal["measured", "off"], WithJsonSchema(_RATE_SCHEMA)] = Field(
+        description="Tokens of prompts that the engine computes in a second; 'measured' in vLLM, whose steps are "
+        "timed; 'off' to promote a block however long that takes."
+    )
+
+    @field_validator("tokens_per_s", mode="before")
+    @classmethod
+    def _is_a_rate(cls, rate: object) -> object:
+        is_number = not isinstance(rate, bool) and str(rate).isdecimal()
+        if rate is False:  # as YAML reads the word
+            return "off"
+        if rate in ("measured", "off") or (is_number and 1 <= int(str(rate)) <= _RATE_MAX):
+            return rate
+        raise ValueError("expected a whole number from 1, 'off', or 'measured' in vLLM")
+
+
+class StackConfig(StrictModel):
+    """A whole stack. `load_config` makes one from a file or a mapping; a program may make one itself."""
+
+    version: Literal[1] = Field(default=1, description="Version of this form.")
+    namespace: Namespace = Field(description="What must agree for blocks to be interchangeable.")
+    block: BlockSettings = Field(description="The size of a block.")
+    primary: PrimarySettings = Field(description="The primary tier.")
+    secondary: tuple[SerializeAsAny[TierSettings], ...] = Field(
+        default=(), max_length=64, description="The tiers behind it, in the order they are searched."
+    )
+    prefill: PrefillSettings | None = Field(
+        default=None, description="What computing costs; left out, it is measured in vLLM, and off elsewhere."
+    )
+    hints: tuple[HintName, ...] = Field(
+        default=HINT_NAMES, max_length=len(HINT_NAMES), description="The hints of requests that count; [] for none."
+    )
+    audit: Share = Field(
+        default=0.0,
+        description="Share of requests whose blocks the engine computes anew, to compare what the tiers have of them.",
+    )
+    audit_tolerance: Share = Field(
+        default=0.1, description="The largest relative difference of 256 values that computing anew may bring."
+    )
+    audit_action: Literal["report", "stop"] = Field(
+        default="report", description="What to do about a tier whose block differs by more: report it, or stop its use."
+    )
+    metrics: MetricsSettings | None = Field(
+        default=None, description="Serve metrics and status over HTTP, to read only; left out, nothing listens."
+    )
+    history: Count = Field(
+        default=1 << 20,
+        ge=0,
+        le=1 << 30,
+        description="Entries of the memory that says why a block was a miss, 8 bytes each; 0 for none.",
+    )
+    events: EventSettings | None = Field(
+        default=None, description="Where events of stored and removed blocks are published; by default nowhere."
+    )
+
+    @property
+    def primary_blocks(self) -> int:
+        """How many blocks the primary tier holds."""
+        return self.primary.capacity // self.block.bytes
+
+    @property
+    def compute_block_s(self) -> float:
+        """Seconds in which the engine computes a block; infinite if the file gives no number."""
+        rate = "off" if self.prefill is None else self.prefill.tokens_per_s
+        return math.inf if isinstance(rate, str) else self.block.tokens / rate
+
+    @property
+    def is_prefill_measured(self) -> bool:
+        """Whether an engine that can measure its prefill rate has to."""
+        return self.prefill is None or self.must_measure_prefill
+
+    @property
+    def must_measure_prefill(self) -> bool:
+        """Whether the file asks for a measured prefill rate."""
+        return self.prefill is not None and self.prefill.tokens_per_s == "measured"
+
+    @property
+    def identity(self) -> NamespaceIdentity:
+        """The identity of the namespace with this block size."""
+        return self.namespace.identify(block_bytes=self.block.bytes, block_tokens=self.block.tokens)
+
+    @field_validator("prefill", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, prefill: object) -> object:
+        """Read `prefill: off`, which YAML makes False of, as the rate."""
+        return {"tokens_per_s": "off"} if prefill is False or prefill == "off" else prefill
+
+    @field_validator("secondary", mode="before")
+    @classmethod
+    def _entries_by_their_types(cls, entries: object) -> object:
+        return () if entries is None else check_entries(entries, ("secondary",), {PRIMARY_NAME: "the primary tier"})
+
+    @model_validator(mode="after")
+    def _sizes_hold_blocks(self) -> StackConfig:
+        sizes: list[tuple[str, int | None, int]] = [
+            ("primary.capacity", self.primary.capacity, PRIMARY_BLOCKS_MIN),
+            ("primary.promotion_budget", self.primary.promotion_budget, 1),
+        ]
+        for index, tier in enumerate(self.secondary):
+            sizes.append((f"secondary.{index}.store_budget", tier.store_budget, 1))
+            sizes.append((f"secondary.{index}.load_budget", tier.load_budget, 1))
+            sizes.append((f"secondary.{index}.write_budget", tier.write_budget, HOURS_A_DAY))
+        block_bytes = self.block.bytes
+        for location, size_bytes, blocks in sizes:
+            if size_bytes is not None and size_bytes < blocks * block_bytes:
+                raise ConfigError(
+                    f"expected room for at least {blocks} {'block' if blocks == 1 else 'blocks'} of "
+                    f"{format_bytes(block_bytes)}, that is {format_bytes(blocks * block_bytes)}, "
+                    f"found {format_bytes(size_bytes)}",
+                    location=location,
+                )
+        return self
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, object] | StackConfig,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> StackConfig:
+    """Return the configuration of a stack; every error names the setting, and never a secret.
+
+    Args:
+        source: The path of a YAML file; a mapping of the same form; or a configuration, returned as it is.
+        environ: Values of `${NAME}`; by default the process's environment.
+
+    Raises:
+        ConfigError: It cannot be used; with a line for each setting at fault.
+    """
+    if isinstance(source, StackConfig):
+        return source
+    variables = os.environ if environ is None else environ
+    return from_source(source, lambda raw: validate(StackConfig, fill_variables(raw, variables)))
+
+
+Schema = dict[str, Any]  # Any: JSON
+
+
+def stack_schema() -> Schema:
+    """Return the JSON schema of a stack's file, with every installed tier type."""
+    schema = StackConfig.model_json_schema()
+    definitions: Schema = schema.setdefault("$defs", {})
+    definitions.pop("TierSettings", None)
+    entries: list[Schema] = [
+        _entry_schema(tier_type, definitions) for tier_type in tier_plugins().tier_types().values()
+    ]
+    entries.append(
+        {
+            "type": "object",
+            "description": "A tier by its class.",
+            "properties": {"type": {"type": "string", "pattern": "^[^:]+:[^:]+$"}},
+            "required": ["type"],
+        }
+    )
+    schema["properties"]["secondary"]["items"] = {"oneOf": entries}
+    schema["properties"]["prefill"]["anyOf"].append(_OFF_SCHEMA)
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["title"] = "tiered-kv stack"
+    return schema
+
+
+def _entry_schema(tier_type: TierType, definitions: Schema) -> Schema:
+    """Add the schema of one tier type's entry to `definitions`; return a reference to it."""
+    prefix = f"tier-{tier_type.name}"
+    entry = tier_type.settings.model_json_schema(ref_template=f"#/$defs/{prefix}-{{model}}")
+    for name, definition in entry.pop("$defs", {}).items():
+        definitions[f"{prefix}-{name}"] = definition
+    entry["title"] = tier_type.name
+    if tier_type.description:
+        entry["description"] = tier_type.description
+    if issubclass(tier_type.settings, ClassArguments):
+        entry["description"] = f"{tier_type.description} Further keys are arguments of its class.".strip()
+    entry["properties"]["type"] = {"const": tier_type.name}
+    entry["required"] = sorted({"type", *entry.get("required", ())})
+    definitions[prefix] = entry
+    return {"$ref": f"#/$defs/{prefix}"}

@@ -1,0 +1,271 @@
+"""A bounded, lossy memory of what became of blocks, and of why requests missed them.
+
+The scheduler's thread appends batches to a queue. The history's thread, a reader or a host's server takes them:
+
+    manager:  note(tier, fate, keys) · ask(log), missed keys, flush() · loaded(log, keys, sources) · ended(log)
+    history:  fates into the table · why each key was missed, by the table as it then is · counts
+
+The order matters: a block that a request misses is computed and stored again, and that must not hide why it was missed.
+
+Keys wait in tuples: Python's garbage collector visits each key of a new list up to three times, of a tuple once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.metrics.history.ledger import CPU, BatchFates, EndedRequest, Ledger, RequestLog
+from tiered_kv.metrics.history.tables import CHUNK_KEYS_MAX
+from tiered_kv.reasons import Fate
+from tiered_kv.system.log_limit import LogLimit
+from tiered_kv.system.threads import give_way, start_thread
+
+_log = logging.getLogger(__name__)
+
+PENDING_KEYS_MAX: Final = 1 << 17
+"""Keys in the queue. Further ones are not noted; those that a request asked for are counted as unexplained."""
+PENDING_BATCHES_MAX: Final = 1 << 14
+"""Batches in the queue; likewise."""
+INTERVAL_S: Final = 0.25
+"""How often the thread looks into an empty queue."""
+THREAD_SHARE: Final = 0.02
+"""Share of a processor for the thread while the queue is short: the scheduler waits for the interpreter then."""
+THREAD_SHARE_MAX: Final = 0.2
+"""The most for the thread. Below that, its share is the share of the queue that is full."""
+WORK_S: Final = 0.0005
+"""How long a busy server works for the history between two of its turns, beyond a chunk."""
+_KEYS_A_BATCH: Final = 4
+"""A batch costs the thread as much as so many keys more."""
+
+_Keys = tuple[OffloadKey, ...]
+_Batch = tuple[Callable[..., None], _Keys, int, tuple[Any, ...]]
+"""A method of the ledger, keys, the first of them that it gets, and its other arguments (Any: as it takes)."""
+
+
+class BlockHistory:
+    """Notes, explains and counts.
+
+    The methods of the manager's thread cost one or two microseconds a batch and some nanoseconds a key, and take no
+    lock. Any thread may call all other methods.
+
+    Args:
+        entries: Size of the table of fates, in entries of 8 bytes.
+        names: The tiers' names, the primary tier's first.
+        ttl_s: For each tier, how long it keeps a block; None if blocks do not expire.
+        blocks: For each tier, its capacity, for its ghosts; None without one. By default no tier has ghosts.
+        has_thread: Whether a thread takes the noted batches. Without it the manager's thread calls `work`.
+    """
+
+    def __init__(
+        self,
+        entries: int,
+        names: Sequence[str],
+        ttl_s: Sequence[float | None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        blocks: Sequence[int | None] | None = None,
+        has_thread: bool = True,
+    ) -> None:
+        self.names = tuple(names)
+        self._clock = clock
+        self._evicted: list[OffloadKey] = []
+        self.misses: list[OffloadKey] = []
+        """Misses of the request that looks up now: `Search` appends, `flush` empties. The manager's thread only."""
+        self._asking: RequestLog | None = None
+        self._is_ahead = False
+        # Each count has one writer: the manager's thread for appended keys, the holder of the lock for taken ones.
+        self._pending: deque[_Batch] = deque()
+        self._appended_keys = self._dropped_keys = 0
+        self._lock = threading.Lock()
+        """Guards what follows; held for one chunk, never across I/O."""
+        self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock())
+        self._taken_keys = 0
+        self._log_limit = LogLimit()
+        self._batch: _Batch | None = None  # the rest of the batch that was taken last
+        self._is_closing = threading.Event()
+        self._thread = start_thread(self._run, "tiered-kv-history") if has_thread else None
+
+    def close(self) -> None:
+        """End the thread; the history can still be read."""
+        self._is_closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # The manager's thread.
+
+    def ask(self, log: RequestLog, because: BatchFates, *, is_ahead: bool = False) -> None:
+        """Note that a request asks for blocks, `is_ahead` for its prefetch, whose misses do not count."""
+        self.flush()
+        self._asking, self._is_ahead, log.because = log, is_ahead, because
+
+    def flush(self) -> None:
+        """Note, since the last call, evicted blocks, and the blocks that the asking request missed or waits for."""
+        if self._evicted:
+            self._add(self._ledger.note, self._evicted, CPU, Fate.EVICTED)
+            self._evicted.clear()
+        log = self._asking
+        if log is None:
+            return
+        if self.misses:
+            missed = tuple(self.misses)
+            self.misses.clear()
+            # A waiting request asks in each step. Its first two misses are noted, then only those that differ. Most
+            # requests ask once, and need no hash.
+            misses_hash = 0 if log.misses_hash is None else hash(missed)
+            if not self._is_ahead and misses_hash != log.misses_hash:
+                log.misses_hash = misses_hash
+                self.missed(log, log.because, missed)
+        if log.found:
+            self._add(self._ledger.promote, log.found, log, log.because)
+            log.found = []
+
+    def evict(self, keys: Collection[OffloadKey]) -> None:
+        """Note keys that the primary tier has evicted, before the next miss is noted."""
+        self._evicted.extend(keys)
+
+    def note(self, tier: int, fate: Fate, keys: Collection[OffloadKey]) -> None:
+        self._add(self._ledger.note, keys, tier, fate)
+
+    def missed(self, log: RequestLog, because: BatchFates, keys: Collection[OffloadKey]) -> None:
+        """Note keys for which a request got a miss; with repetitions, if it asked again."""
+        if not self._add(self._ledger.miss, keys, log, because, log.failures):
+            self._dropped_keys += len(keys)
+
+    def loaded(self, log: RequestLog, keys: Collection[OffloadKey], sources: Mapping[OffloadKey, str]) -> None:
+        """Note keys that a request loads, and the secondary tiers of promoted ones."""
+        if not self._add(self._ledger.load, keys, log, sources):
+            self._dropped_keys += len(keys)
+
+    def ended(self, log: RequestLog) -> None:
+        """Count the blocks of a request that has ended; without room in the queue it is forgotten later."""
+        self.flush()
+        self._add(self._ledger.end, (), log, log.failures)
+
+    def stored(self, keys: Collection[OffloadKey]) -> None:
+        """Note keys that the engine has computed and stored, after a miss."""
+        self.flush()
+        self._add(self._ledger.store, keys)
+
+    def note_lookup_timeout(self, tier: int) -> None:
+        """Note that a lookup in a tier timed out, and counts as a miss."""
+        self._add(self._ledger.lookup_timeout, (), tier)
+
+    def reset(self, tier: int, keys: Collection[OffloadKey] = ()) -> None:
+        """Note that a tier has forgotten all blocks: `keys`, and all noted as stored there."""
+        self.flush()
+        self._append(self._ledger.reset, tuple(keys), tier)  # rare, and needed even without room
+
+    def _add(self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any) -> bool:
+        """Append a batch of keys if the queue has room; return whether it had."""
+        waiting, batches = self._appended_keys - self._taken_keys, len(self._pending)
+        has_room = waiting <= PENDING_KEYS_MAX and batches <= PENDING_BATCHES_MAX
+        if has_room:
+            self._append(work, tuple(keys), *arguments)
+        return has_room
+
+    def _append(self, work: Callable[..., None], keys: _Keys, *arguments: Any) -> None:
+        self._appended_keys += len(keys)
+        self._pending.append((work, keys, 0, (self._clock(), *arguments)))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._batch or self._pending)
+
+    def work(self, *, is_idle: bool) -> None:
+        """Take a chunk of the queue if the caller is idle; some, for `WORK_S`, if the queue is half full."""
+        end_s = time.monotonic() + WORK_S
+        while self.has_work and (is_idle or self._fullness() > 0.5) and self._lock.acquire(blocking=False):
+            try:  # the lock is free: else a reader takes them
+                self._take()
+            finally:
+                self._lock.release()
+            if is_idle or time.monotonic() > end_s:
+                return
+
+    # Any thread.
+
+    @property
+    def dropped_blocks(self) -> int:
+        """Blocks counted in no miss or hit: too many came at once, or too many requests did not end."""
+        return self._dropped_keys + self._ledger.forgotten_keys
+
+    def settle(self, keys_max: int | None = None) -> None:
+        """Take the whole queue as it is now; nothing, if it has more than `keys_max` keys or batches."""
+        last = self._appended_keys
+        if keys_max is not None and (last - self._taken_keys > keys_max or len(self._pending) > keys_max):
+            return
+        while self._take_chunk():
+            if self._taken_keys > last:
+                return  # the rest came after the call
+            if keys_max is None:
+                give_way()
+
+    def snapshot(self) -> list[dict[str, dict[str, int]]]:
+        """Return for each tier `blocks_total` by result, `misses_total` by reason and `ghost_hits_total` by size."""
+        with self._lock:
+            return self._ledger.snapshot()
+
+    def fates(self, keys: Sequence[OffloadKey]) -> list[list[tuple[Fate, float]]]:
+        """Return for each key its fate in each tier, and the age of that in seconds."""
+        self.settle()
+        found: list[list[tuple[Fate, float]]] = []
+        for first in range(0, len(keys), CHUNK_KEYS_MAX):
+            give_way()
+            with self._lock:
+                found += self._ledger.fates(keys[first : first + CHUNK_KEYS_MAX], self._clock())
+        return found
+
+    def requests(self) -> list[EndedRequest]:
+        """Return the last ended requests, the oldest first."""
+        self.settle()
+        with self._lock:
+            return list(self._ledger.ended)
+
+    def age_s(self, request: EndedRequest) -> float:
+        return self._clock() - request.ended_s
+
+    # The history's thread, or a reader.
+
+    def _run(self) -> None:
+        pause_s = INTERVAL_S
+        while not self._is_closing.wait(pause_s):
+            give_way()
+            began_s = time.thread_time()
+            is_more = self._take_chunk()
+            pause_s = (time.thread_time() - began_s) / self._share() if is_more else INTERVAL_S
+
+    def _share(self) -> float:
+        """Return the share of a processor for the thread now."""
+        return min(max(THREAD_SHARE, self._fullness()), THREAD_SHARE_MAX)
+
+    def _fullness(self) -> float:
+        waiting = self._appended_keys - self._taken_keys
+        return max(waiting / PENDING_KEYS_MAX, len(self._pending) / PENDING_BATCHES_MAX)
+
+    def _take_chunk(self) -> bool:
+        """Take up to `CHUNK_KEYS_MAX` keys from the queue; return whether it has more."""
+        with self._lock:
+            self._take()
+            return self.has_work
+
+    def _take(self) -> None:
+        """Take a chunk; the caller holds the lock."""
+        done = 0
+        while done < CHUNK_KEYS_MAX and self.has_work:
+            work, keys, start, arguments = self._batch or self._pending.popleft()
+            end = min(start + CHUNK_KEYS_MAX, len(keys))
+            # Before the work, so that Ctrl-C in a reader costs one chunk only.
+            self._batch = (work, keys, end, arguments) if end < len(keys) else None
+            self._taken_keys += end - start
+            try:
+                work(keys[start:end], *arguments)
+            except Exception:  # the thread, and readers, go on without these keys
+                if self._log_limit.take() is not None:
+                    _log.exception("the history lost keys: an unexpected error; %s", self._log_limit.about)
+            done += end - start + _KEYS_A_BATCH

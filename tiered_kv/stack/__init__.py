@@ -1,0 +1,13 @@
+"""A stack in a program: opening one, its calls, and what an open stack exports.
+
+A program, the command, an engine's plugin and the host's server open one, on their own thread. What must stay true: an
+opening that fails leaves nothing open, calls of several threads are one after another at the manager, and each call
+ends by its timeout.
+
+open             `open_stack` and `open_engine_stack`: wire everything that the configuration names
+facade           put and get, for programs that are no engine
+calls            a program's calls of the manager, under one lock
+async_stack      put and get for asyncio programs
+buffers          the bytes of a caller's buffer, array or tensor
+exporters        HTTP server, status, Prometheus, events
+"""

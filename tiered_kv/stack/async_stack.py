@@ -1,0 +1,123 @@
+"""A stack for asyncio programs: each call runs on a thread, and the event loop goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast, overload
+
+from tiered_kv.stack.buffers import Blocks
+from tiered_kv.stack.calls import HintsAsGiven, end_of
+
+if TYPE_CHECKING:
+    from tiered_kv.server.connect import HostStack
+    from tiered_kv.stack.buffers import AnyBuffer
+    from tiered_kv.stack.open import Stack
+
+T = TypeVar("T")
+
+
+class AsyncStack:
+    """An open stack, whose calls are awaited. Use it on one event loop; other threads may use the stack itself.
+
+    Each call is one of `Stack`, with its arguments, results and errors. It runs on a thread of the event loop's default
+    executor, which limits how many run at a time. `timeout` counts also while the call waits for a thread.
+
+    A cancelled call raises `CancelledError` when it has ended, within its `timeout`. So nothing uses the buffers of
+    `put` and `get` any more, and nothing stays reserved. A shorter `asyncio.timeout` does not end it earlier. A call
+    that no thread has begun raises at once, and never begins; only `close` closes the stack in any case.
+
+    Args:
+        stack: The stack, which `close` closes.
+    """
+
+    def __init__(self, stack: Stack | HostStack) -> None:
+        self.stack = stack
+
+    async def put(
+        self,
+        keys: Sequence[bytes],
+        blocks: AnyBuffer,
+        *,
+        timeout: float = 10.0,
+        hints: HintsAsGiven = None,
+        epoch: int | None = None,
+    ) -> int:
+        """As `Stack.put`."""
+        epoch = self.stack.epoch if epoch is None else epoch  # not when a thread is free
+        return await _finish(
+            lambda left_s: self.stack.put(keys, blocks, timeout=left_s, hints=hints, epoch=epoch), timeout
+        )
+
+    @overload
+    async def get(
+        self, keys: Sequence[bytes], out: None = None, timeout: float = ..., *, hints: HintsAsGiven = ...
+    ) -> Blocks: ...
+
+    @overload
+    async def get(
+        self, keys: Sequence[bytes], out: AnyBuffer, timeout: float = ..., *, hints: HintsAsGiven = ...
+    ) -> int: ...
+
+    async def get(
+        self,
+        keys: Sequence[bytes],
+        out: AnyBuffer | None = None,
+        timeout: float = 1.0,
+        *,
+        hints: HintsAsGiven = None,
+    ) -> Blocks | int:
+        """As `Stack.get`."""
+        if out is None:
+            return await _finish(lambda left_s: self.stack.get(keys, timeout=left_s, hints=hints), timeout)
+        return await _finish(lambda left_s: self.stack.get(keys, out, left_s, hints=hints), timeout)
+
+    async def contains(self, keys: Sequence[bytes], timeout: float = 1.0) -> int:
+        """As `Stack.contains`."""
+        return await _finish(lambda left_s: self.stack.contains(keys, left_s), timeout)
+
+    async def prefetch(self, keys: Sequence[bytes], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
+        """As `Stack.prefetch`."""
+        return await _finish(lambda left_s: self.stack.prefetch(keys, left_s, hints=hints), timeout)
+
+    async def flush(self, timeout: float = 10.0) -> bool:
+        """As `Stack.flush`."""
+        return await _finish(self.stack.flush, timeout)
+
+    async def close(self, timeout: float = 5.0) -> None:
+        """As `Stack.close`."""
+        await _finish(lambda _: self.stack.close(timeout), timeout, always=True)
+
+    async def __aenter__(self) -> AsyncStack:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+async def _finish(call: Callable[[float], T], timeout: float, *, always: bool = False) -> T:
+    """Return the result of `call`, which runs on a thread with what is left of `timeout`.
+
+    If this is cancelled, wait for the call's end, if it has begun or `always` runs.
+    """
+    end_s = end_of(timeout)
+    claim = threading.Lock()  # taken by the thread that begins the call, or by a cancellation before
+
+    def begin() -> T | None:
+        return call(max(0.0, end_s - time.monotonic())) if claim.acquire(blocking=False) else None
+
+    running = asyncio.get_running_loop().run_in_executor(None, begin)
+    is_cancelled = False
+    while not running.done():
+        try:
+            await asyncio.wait([running])  # unlike `await running`, it leaves the future alone when it is cancelled
+        except asyncio.CancelledError:
+            is_cancelled = True
+            if not always and claim.acquire(blocking=False):
+                raise
+    if is_cancelled:
+        running.exception()  # else asyncio logs that nobody has asked for it
+        raise asyncio.CancelledError
+    return cast("T", running.result())

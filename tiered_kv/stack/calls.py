@@ -1,0 +1,176 @@
+"""Calls of a manager by a program with several threads.
+
+An engine drives the manager from its scheduler's thread. For other programs, one lock serializes the calls of the
+manager. It is never held while blocks are copied or waited for.
+
+The main thread's calls run on a thread of their own, so that a signal handler that raises leaves the manager whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
+from typing import Generic, Self, TypeVar
+
+from tiered_kv.base import ReqContext
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ShutdownError
+from tiered_kv.hints import HINTS_KEY, Hints
+from tiered_kv.system.interrupts import CallThread
+from tiered_kv.tiering.interface import CalledManager
+
+HintsAsGiven = Mapping[str, object] | None
+T = TypeVar("T")
+
+PAUSE_MIN_S = 50e-6
+_PAUSE_MAX_S = 2e-3
+_CLOSE_MAX_S = threading.TIMEOUT_MAX / 2
+"""No lock waits for longer, and none for `math.inf`."""
+M = TypeVar("M", bound=CalledManager)
+
+
+class StackCalls(Generic[M]):
+    """The base of a stack's calls: their lock, their steps, and their end.
+
+    Args:
+        manager: The manager; no other code may call it meanwhile, unless an engine does and there are no such calls.
+        region: The primary tier's memory.
+    """
+
+    def __init__(self, manager: M, region: PrimaryRegion) -> None:
+        self._manager = manager
+        # Not its array: an array that is kept would keep the memory mapped after the region was closed.
+        self.region = region
+        self._lock = threading.Lock()
+        """Guards the manager, and the three fields below."""
+        self._idle = threading.Condition(self._lock)
+        self._calls = 0
+        self._is_closed = False  # no call begins, and those that run end at their next step
+        self._is_shut_down = False  # the manager is gone
+        self._pid = os.getpid()
+        self._request_numbers = itertools.count()
+        self._call_thread = CallThread("tiered-kv-calls")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Wait for calls and for transfers, `timeout` seconds each at most, and close every tier.
+
+        A call that takes several steps ends with `ShutdownError` at its next step. If a call still copies blocks after
+        `timeout`, the memory stays mapped while the stack is referenced. A second call does nothing, and so does a call
+        in a forked child.
+        """
+        if os.getpid() != self._pid:  # files, sockets and the ends of transfers are the parent's
+            return
+        timeout_s = min(end_of(timeout) - time.monotonic(), _CLOSE_MAX_S)
+        self._is_closed = True
+        self._call_thread.run(lambda: self._close(timeout_s))
+        self._call_thread.stop()
+
+    # On the call thread or a thread of the program.
+
+    def _close(self, timeout: float) -> None:
+        with self._lock:
+            self._idle.wait_for(lambda: self._calls == 0, timeout)
+            if not self._is_shut_down:
+                self._is_shut_down = True
+                self._manager.shutdown(timeout)
+
+    def _step(self) -> int:
+        """Let the manager collect finished jobs; return how many are still in flight."""
+        with self._lock:
+            self._raise_if_closed()
+            self._manager.on_schedule_end()
+            return self._manager.jobs_in_flight
+
+    def _wait(self, is_over: Callable[[], bool], end_s: float) -> bool:
+        """Step until `is_over()`, called under the lock; return whether that happened in time."""
+        pause_s = PAUSE_MIN_S
+        while True:
+            with self._lock:
+                self._raise_if_closed()
+                if is_over():
+                    return True
+                self._manager.on_schedule_end()
+            if time.monotonic() >= end_s:
+                return False
+            pause_s = self._pause(pause_s)
+
+    def _pause(self, pause_s: float) -> float:
+        """Wait so long for what a call waits for, and return how long to wait the next time."""
+        return pause(pause_s)
+
+    def _run(self, call: Callable[[], T]) -> T:
+        self._raise_if_closed()  # before the lock: `close` holds it until the manager is shut down
+        return self._call_thread.run(call)  # not in a forked child: there a lock may be held for ever
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Count a running call, so that `close` can wait for it."""
+        with self._lock:
+            self._raise_if_closed()
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._idle.notify_all()
+
+    @contextmanager
+    def _request(self, verb: str, hints: HintsAsGiven, epoch: int | None = None) -> Iterator[ReqContext]:
+        """Make one request of the manager for a call; `epoch` is its epoch, by default the current one."""
+        if hints is not None:
+            Hints.parse(hints)  # a mistake in a program is an error, unlike one of a server's client
+        context = ReqContext(f"{verb}-{next(self._request_numbers)}", None if hints is None else {HINTS_KEY: hints})
+        with self._call():
+            with self._lock:
+                self._manager.on_new_request(context)
+                if epoch not in (None, self._manager.epoch):
+                    self._manager.outdate(context)
+            try:
+                yield context
+            finally:
+                with self._lock:
+                    if not self._is_shut_down:
+                        self._manager.on_request_finished(context)
+                        self._manager.on_schedule_end()
+
+    def _raise_if_closed(self) -> None:
+        self._call_thread.check()
+        if self._is_closed:
+            raise ShutdownError("the stack is closed")
+
+    def _raise_if_shut_down(self) -> None:
+        if self._is_shut_down:
+            raise ShutdownError("the stack was closed before this call had ended")
+
+
+def end_of(timeout: float) -> float:
+    """Return when the time of a call that begins now is over; never for `math.inf`, now for a negative `timeout`.
+
+    Raises:
+        TypeError, ValueError: It is no number of seconds, such as None or NaN: a call would wait without a limit.
+    """
+    if type(timeout) is not float and not isinstance(timeout, Real):  # the first is faster
+        raise TypeError(f"a timeout is a number of seconds, math.inf for no limit; found {timeout!r}")
+    seconds = float(timeout)
+    if math.isnan(seconds):
+        raise ValueError("a timeout is a number of seconds, math.inf for no limit; found NaN")
+    return time.monotonic() + max(0.0, seconds)
+
+
+def pause(pause_s: float) -> float:
+    """Sleep, and return how long to sleep the next time."""
+    time.sleep(pause_s)
+    return min(2 * pause_s, _PAUSE_MAX_S)

@@ -1,0 +1,244 @@
+"""The status of a stack, as JSON; and why a block was a miss, for programs and for `tiered-kv why`."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Final, TypeVar
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
+from tiered_kv.config.stack_config import StackConfig
+from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.errors import ConfigError
+from tiered_kv.metrics.history.ledger import CPU, REQUEST_ID_CHARACTERS_MAX, EndedRequest
+from tiered_kv.metrics.history.recorder import BlockHistory
+from tiered_kv.metrics.instruments import quantile
+from tiered_kv.reasons import PRESENT, Fate
+from tiered_kv.stack.exporters.metrics import is_finite, numbers_of, safe_label
+from tiered_kv.system.threads import give_way
+from tiered_kv.tiering.gates import BreakerState
+from tiered_kv.tiering.manager import TieringOffloadingManager
+
+KEYS_MAX: Final = 1024
+"""Keys, or requests, in one query."""
+_SLICE: Final = 32
+"""Keys that are described at once; that holds the interpreter for some 100 microseconds."""
+_Item = TypeVar("_Item")
+
+
+def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
+    """Return the status of a stack; `docs/how-to/metrics.md` describes the fields. Any thread may call.
+
+    It has no key, path, address or setting, except for the names of tiers and the namespace's digest.
+    """
+    config, counters = stack.config, stack.counters()
+    disabled, secrets = stack.manager.disabled_tiers(), config.secret_texts()
+    tiers = [_primary(counters[PRIMARY_NAME])]
+    tiers += [_secondary(tier, counters[tier.name], tier.name in disabled, secrets) for tier in config.secondary]
+    return {
+        "version": version("tiered-kv"),
+        "namespace": config.identity.digest.hex(),
+        "block_bytes": config.block.bytes,
+        "pid": os.getpid(),
+        "uptime_seconds": time.monotonic() - stack.opened_s,
+        "time": time.time(),
+        "tiers": tiers,
+        "notices": stack.manager.notices.snapshot(),
+    }
+
+
+def _primary(counted: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": PRIMARY_NAME,
+        "type": PRIMARY_NAME,
+        "breaker": "",
+        "is_disabled": False,
+        "used_bytes": counted["used_bytes"],
+        "capacity_bytes": counted["capacity_bytes"],
+        **_quantiles({"step": counted["step_seconds"]}),
+        "counters": counted,
+    }
+
+
+def _secondary(
+    settings: TierSettings, counted: Mapping[str, Any], is_disabled: bool, secrets: set[str]
+) -> dict[str, Any]:
+    own = _plain(counted["tier"], secrets)
+    return {
+        "name": settings.name,
+        "type": safe_label(settings.type, secrets),
+        "breaker": BreakerState(counted["breaker_state"]).name.lower(),
+        "is_disabled": is_disabled,
+        "used_bytes": _whole(own.get("used_bytes")),
+        "capacity_bytes": _whole(own.get("capacity_bytes")),
+        "budgets": {
+            direction: {
+                "used_bytes": counted[f"{direction}_budget_used_bytes"],
+                "limit_bytes": counted[f"{direction}_budget_bytes"],
+            }
+            for direction in ("store", "load")
+        },
+        **_quantiles({**counted["job_seconds"], "lookup": counted["lookup_seconds"]}),
+        "counters": {**counted, "tier": own},
+    }
+
+
+def _quantiles(histograms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+    return {
+        f"p{percent}_seconds": {name: quantile(histogram, percent / 100) for name, histogram in histograms.items()}
+        for percent in (50, 99)
+    }
+
+
+def _plain(values: Mapping[str, Any], secrets: set[str]) -> dict[str, Any]:
+    """Return a tier's own counters, with plain words and numbers only."""
+    shown: dict[str, Any] = {}
+    for name, labels, number in numbers_of(values):
+        *above, last = (safe_label(text, secrets) for text in (name, *labels))
+        inner = shown
+        for label in above:
+            found = inner.setdefault(label, {})
+            inner = found if isinstance(found, dict) else {}
+        inner[last] = number if is_finite(number) else None
+    return shown
+
+
+def _whole(number: object) -> int | None:
+    return int(number) if isinstance(number, (int, float)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class TierFate:
+    """What became of a block in one tier."""
+
+    tier: str
+    fate: str
+    """"present" (the primary tier has it), "stored", "unknown", or the reason for a miss as in `misses_total`."""
+    age_s: float | None  # since that was noted; None for "present" and "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What became of a block in each tier, in the order of the search. Its `key` is as it was asked for."""
+
+    key: bytes
+    tiers: tuple[TierFate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The parts of a stack that this package reads."""
+
+    config: StackConfig
+    history: BlockHistory | None
+    manager: TieringOffloadingManager
+    opened_s: float
+    counters: Callable[[], dict[str, dict[str, Any]]]  # Any: as `Counters.snapshot`
+
+
+def explain(
+    history: BlockHistory, blocks: Mapping[OffloadKey, CPUBlock], keys: Sequence[OffloadKey]
+) -> list[Explanation]:
+    """Return what became of each block; any thread may call. Of `blocks`, the primary tier's index, it reads keys."""
+    found = []
+    for key, fates in _in_slices(zip(keys, history.fates(keys), strict=True)):
+        block = blocks.get(key)
+        tiers = [
+            TierFate(name, fate.label, None if fate is Fate.UNKNOWN else age_s)
+            for name, (fate, age_s) in zip(history.names, fates, strict=True)
+        ]
+        if block is not None and block.ref_cnt >= 0:
+            tiers[CPU] = TierFate(history.names[CPU], PRESENT, None)
+        found.append(Explanation(key, tuple(tiers)))
+    return found
+
+
+def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[str, object]:
+    """Answer `/explain?key=HEX&key=HEX`, `/explain?request=ID` or `/explain?last=N`; any thread may call.
+
+    `query` is as `urllib.parse.parse_qs` returns it. `last` asks for the last N requests that missed a block. Returns
+    the JSON that `docs/reference/command.md` describes.
+
+    Raises:
+        ConfigError: The stack has no history, or the query is invalid.
+    """
+    if stack.history is None:
+        raise ConfigError("the stack keeps no history: its setting 'history' is 0", location="history")
+    if unknown := query.keys() - {"key", "request", "last", "namespace"}:
+        raise ConfigError(f"expected 'key', 'request' or 'last', found {sorted(unknown)}")
+    keys = [_key(text) for text in query.get("key", [])]
+    wanted = query.get("request", [])
+    last = sum(_count(text) for text in query.get("last", []))
+    if max(len(keys), len(wanted), last) > KEYS_MAX:
+        raise ConfigError(f"expected at most {KEYS_MAX} keys and requests")
+    req_ids = frozenset(each[:REQUEST_ID_CHARACTERS_MAX] for each in wanted)
+    requests = _chosen(stack.history.requests() if wanted or last else [], req_ids, last)
+    return {
+        "namespace": stack.config.identity.digest.hex(),
+        "tiers": list(stack.history.names),
+        "keys": list(_in_slices(map(_described, explain(stack.history, stack.manager.primary.blocks, keys)))),
+        "requests": list(_in_slices(_described_request(stack, stack.history, request) for request in requests)),
+        "estimates": stack.manager.estimates(),
+        "unexplained_blocks_total": stack.history.dropped_blocks,
+    }
+
+
+def _chosen(ended: Sequence[EndedRequest], req_ids: frozenset[str], last: int) -> list[EndedRequest]:
+    """Return the last request of each id, and the last ones that missed a block; the latest first.
+
+    A host's server puts an engine's name and a number before the ids of its requests.
+    """
+    endings = tuple(f"/{each}" for each in req_ids)
+    by_id = {each.req_id: each for each in ended if each.req_id in req_ids or each.req_id.endswith(endings)}
+    missed = [request for request in reversed(ended) if request.missed_blocks][:last]
+    return sorted({id(each): each for each in (*by_id.values(), *missed)}.values(), key=lambda each: -each.ended_s)
+
+
+def _described(explanation: Explanation) -> dict[str, object]:
+    return {
+        "key": explanation.key.hex(),
+        "tiers": {each.tier: {"fate": each.fate, "age_seconds": each.age_s} for each in explanation.tiers},
+    }
+
+
+def _described_request(stack: Observed, history: BlockHistory, request: EndedRequest) -> dict[str, object]:
+    first = [] if request.first_missed is None else [request.first_missed]
+    found = explain(history, stack.manager.primary.blocks, first)
+    return {
+        "request": request.req_id,
+        "age_seconds": history.age_s(request),
+        "hits": dict(request.hits),
+        "misses": {tier: dict(reasons) for tier, reasons in request.misses.items()},
+        "missed_blocks": request.missed_blocks,
+        "missed_groups": dict(request.missed_groups),
+        "first_missed": _described(found[0]) if found else None,
+        "first_missed_because": dict(request.first_because),
+    }
+
+
+def _in_slices(items: Iterable[_Item]) -> Iterator[_Item]:
+    """Yield the items, and let a scheduler's step go first before each `_SLICE`."""
+    for number, item in enumerate(items):
+        if number % _SLICE == 0:
+            give_way()
+        yield item
+
+
+def _key(text: str) -> OffloadKey:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if not key:
+        raise ConfigError(f"expected a key in hexadecimal, found {text[:80]!r}")
+    return OffloadKey(key)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise ConfigError(f"expected a number of requests, found {text[:80]!r}")
+    return int(text)

@@ -1,0 +1,370 @@
+"""Opening a stack: everything wired from one configuration."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.config.secrets import error_text
+from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
+from tiered_kv.config.stack_config import StackConfig, load_config
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
+from tiered_kv.metrics.history.recorder import BlockHistory
+from tiered_kv.stack.calls import StackCalls
+from tiered_kv.stack.facade import BlockFacade, keys_of
+from tiered_kv.system.interrupts import CallThread
+from tiered_kv.system.limits import Need, Take, compare, require
+from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.requests import ManagerLimits
+
+if TYPE_CHECKING:  # what only some stacks use is imported when they use it
+    from tiered_kv.stack.exporters.events import EventPublisher
+    from tiered_kv.stack.exporters.server import StatusServer
+    from tiered_kv.stack.exporters.status import Explanation, Observed
+
+_log = logging.getLogger(__name__)
+
+
+_Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, object] | StackConfig"
+_Kind = TypeVar("_Kind", bound="AnyStack")
+
+
+def open_stack(source: _Source) -> Stack:
+    """Open a stack to put and get blocks; close it with `Stack.close`, or use it as a context manager.
+
+    Args:
+        source: The path of a YAML file, a mapping of the same form, or a configuration.
+
+    Raises:
+        ConfigError: The configuration cannot be used.
+        TierError: A tier cannot be opened. Whatever was opened before it is closed again.
+        ResourceError: The system refuses a thread, a descriptor or memory.
+    """
+    return _open(source, Stack)
+
+
+def open_engine_stack(source: _Source, *, enable_events: bool = False) -> EngineStack:
+    """Open a stack for an engine of one process, whose scheduler calls its `manager`; otherwise as `open_stack`.
+
+    With `enable_events`, `take_events` of the manager reports stored and removed blocks, if the configuration has no
+    publisher of events.
+    """
+    return _open(source, partial(EngineStack, enable_events=enable_events))
+
+
+def _open(source: _Source, kind: Callable[..., _Kind]) -> _Kind:
+    with needing_resources("the stack cannot be opened"):
+        config = load_config(source)
+    if config.must_measure_prefill:
+        message = "only vLLM's connector measures it; write how many tokens your engine computes in a second"
+        raise ConfigError(message, location="prefill.tokens_per_s")
+    require(needs_of(config))
+    # The memory is pinned on the caller's thread, where CUDA knows the program's device.
+    backend = CPUBackend(open_region(config))
+    opening = CallThread("tiered-kv-open")
+    return opening.run(lambda: kind(config, backend=backend, is_checked=True), undo=lambda stack: stack.close())
+
+
+class AnyStack(StackCalls[TieringOffloadingManager]):
+    """The base of `Stack` and `EngineStack`. Any thread may call the methods.
+
+    A stack belongs to the process that opened it. In a child that is forked the threads of its tiers do not run: there
+    these methods raise ShutdownError, `close` does nothing, and what the parent does is not disturbed.
+
+    Args:
+        backend: Rows of an existing region with the sizes of `config`; the stack closes the region.
+        enable_events: Whether `EngineStack.manager.take_events` reports stored and removed blocks, if the configuration
+            has no publisher of events.
+        is_checked: Whether the configuration was compared with the limits of the process (`require`).
+        on_finished: As of `TierSpec`.
+        has_idle_caller: Whether the caller lets the history work when it is idle; else a thread does.
+
+    Attributes:
+        region: The primary tier's memory, for workers that map it.
+        secondary_tiers: In the order they are searched.
+        opened_s: When it was opened, by `time.monotonic`.
+        server: The server of `metrics`; None without that setting.
+        history: Reasons of misses; None if `config.history` is 0.
+        events: The publisher of events; None without that setting.
+    """
+
+    def __init__(
+        self,
+        config: StackConfig,
+        *,
+        backend: CPUBackend,
+        enable_events: bool = False,
+        is_checked: bool = False,
+        on_finished: Callable[[], None] | None = None,
+        has_idle_caller: bool = False,
+    ) -> None:
+        self.config = config
+        self.opened_s = time.monotonic()
+        with needing_resources("the stack cannot be opened"), ExitStack() as undo:
+            undo.callback(backend.region.close)
+            if not is_checked:
+                require(needs_of(config, has_rows=not backend.region.is_reserved))
+            self.server = open_server(config)
+            if self.server is not None:
+                undo.callback(self.server.close)
+            kv_view = backend.region.kv_view
+            self.events = open_publisher(config)
+            if self.events is not None:
+                undo.callback(self.events.close)
+            reports_events = enable_events or self.events is not None
+            primary = CPUOffloadingManager(
+                backend, config.primary.policy, enable_events=reports_events, hints=config.hints
+            )
+            self.secondary_tiers: list[SecondaryTierManager] = []
+            undo.callback(shut_down, self.secondary_tiers, config)
+            for settings in config.secondary:
+                self.secondary_tiers.append(
+                    open_tier(config, settings, kv_view, wants_events=reports_events, on_finished=on_finished)
+                )
+            self.tier_names = [tier.name for tier in config.secondary]
+            self.history = _history(config, has_thread=not has_idle_caller)
+            if self.history is not None:
+                undo.callback(self.history.close)
+            manager = _manager_type(config)(
+                primary,
+                self.secondary_tiers,
+                settings=config.secondary,
+                limits=limits_of(config),
+                block_tokens=config.block.tokens,
+                compute_block_s=config.compute_block_s,
+                history=self.history,
+                event_sink=self.events,
+            )
+            undo.callback(self.secondary_tiers.clear)  # the manager shuts them down, and ends their threads
+            undo.callback(manager.shutdown, 0.0)
+            super().__init__(manager, backend.region)
+            if self.server is not None:
+                from tiered_kv.stack.exporters.server import routes_of
+
+                observed = {config.identity.digest.hex(): self.observed()}
+                self.server.start(routes_of(lambda: observed))
+            undo.pop_all()
+
+    def _close(self, timeout: float) -> None:
+        if self.server is not None:
+            self.server.close(timeout)
+        super()._close(timeout)
+
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        """Return the counters by tier; the primary tier is "cpu". See docs/reference/counters.md.
+
+        A counter is a number, or a dictionary by label. `tiered_kv.metrics.instruments.count_of` reads them.
+        """
+        return self._run(self._counters)
+
+    def observed(self) -> Observed:
+        """Return what exporters read: the manager, too, for what any thread may ask it."""
+        from tiered_kv.stack.exporters.status import Observed
+
+        return Observed(self.config, self.history, self._manager, self.opened_s, self.counters)
+
+    def _counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+        with self._call(), self._lock:
+            return self._manager.counters()
+
+    def _explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
+        if self.history is None:
+            raise ConfigError("the stack keeps no history: its setting is 0", location="history")
+        history = self.history
+
+        def answer() -> list[Explanation]:
+            from tiered_kv.stack.exporters.status import explain  # here, since an interrupted import may keep its lock
+
+            return explain(history, self._manager.primary.blocks, keys)
+
+        return self._call_thread.run(answer)
+
+
+class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
+    """An open stack of a program that stores and loads blocks itself: `open_stack` opens it. Any thread may call it."""
+
+    def __init__(self, config: StackConfig, *, backend: CPUBackend, is_checked: bool = False) -> None:
+        self._batch_blocks = _batch_blocks(config)
+        super().__init__(config, backend=backend, is_checked=is_checked)
+
+    def explain(self, keys: Sequence[bytes]) -> list[Explanation]:
+        """Return for each block where it is, or why a tier does not have it.
+
+        The answer comes from the history in memory; no tier is asked. "stored" means that no miss was noted since.
+
+        Args:
+            keys: Block hashes, as of `put`.
+
+        Raises:
+            TypeError: A key is not a block hash.
+            ConfigError: The stack keeps no history.
+            ShutdownError: Another process opened the stack before a fork.
+        """
+        hashes = list(keys)
+        found = self._explain(keys_of(hashes))
+        return [replace(explanation, key=key) for explanation, key in zip(found, hashes, strict=True)]
+
+
+class EngineStack(AnyStack):
+    """An open stack of an engine, whose scheduler uses the manager: `open_engine_stack` opens it."""
+
+    @property
+    def manager(self) -> TieringOffloadingManager:
+        """The whole offloading interface. It belongs to one thread."""
+        return self._manager
+
+    @property
+    def primary(self) -> CPUOffloadingManager:
+        """The primary tier's manager. It belongs to the same thread."""
+        return self._manager.primary
+
+    @property
+    def kv_view(self) -> memoryview:
+        """The primary tier's memory, of shape (num_blocks, block_bytes)."""
+        return self.region.kv_view
+
+    def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
+        """Return as `Stack.explain`, of blocks by their whole keys."""
+        return self._explain(keys)
+
+
+def open_tier(
+    config: StackConfig,
+    settings: TierSettings,
+    kv_view: memoryview,
+    **more: Any,  # Any: of `TierSpec`
+) -> SecondaryTierManager:
+    """Open a secondary tier over `kv_view`, of shape (num_blocks, block_bytes); the caller shuts it down.
+
+    Raises:
+        ConfigError, TierError: The tier cannot be opened.
+    """
+    identity = config.identity
+    spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described, **more)
+    with located(config, settings):
+        return SecondaryTierFactory.create(spec, kv_view, settings)
+
+
+def needs_of(config: StackConfig, *, has_rows: bool = True) -> list[Need]:
+    """Return what a stack needs of this process's limits; without `has_rows`, its rows are reserved huge pages."""
+    region_bytes = config.primary_blocks * config.block.bytes
+    takes = [Take("memory", region_bytes, "primary.capacity")] if has_rows else []
+    for index, tier in enumerate(config.secondary):
+        own = tier.takes(config.block.bytes)
+        takes += [replace(take, setting=f"secondary.{index}.{take.setting}") for take in own]
+    return compare(takes, numa_node=config.primary.numa_node)
+
+
+@contextmanager
+def located(config: StackConfig, settings: TierSettings) -> Iterator[None]:
+    """Add the tier's place in the stack's file to errors: a tier names only its own setting."""
+    try:
+        yield
+    except MissingExtraError:
+        raise
+    except ConfigError as error:
+        location = ".".join(filter(None, ("secondary", str(config.secondary.index(settings)), error.location)))
+        raise ConfigError(error.message, location=location) from error
+
+
+def limits_of(config: StackConfig) -> ManagerLimits:
+    """Return the limits of all secondary tiers of a stack together."""
+    budget_bytes = config.primary.promotion_budget
+    return ManagerLimits(
+        promotion_blocks_max=None if budget_bytes is None else budget_bytes // config.block.bytes,
+        hold_s=config.primary.promotion_hold,
+        wait_max_s=config.primary.request_wait,
+    )
+
+
+def open_region(config: StackConfig) -> PrimaryRegion:
+    """Return the primary tier's memory, pinned if this process has a GPU; the caller closes it."""
+    settings = config.primary
+    settings.refuse_without_server()
+    region = PrimaryRegion(
+        config.primary_blocks,
+        config.block.bytes,
+        huge_pages=settings.huge_pages,
+        prefault=bool(settings.prefault),
+        numa_node=settings.numa_node,
+    )
+    try:
+        region.pin()
+    except BaseException:
+        region.close()
+        raise
+    return region
+
+
+def shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
+    """Close tiers that no manager has, and empty the list: it would keep the primary tier's memory mapped."""
+    while tiers:
+        tier = tiers.pop()
+        try:
+            tier.shutdown()
+        except Exception as error:  # any exception of a third-party tier, as text: its traceback keeps the tier alive
+            text = error_text(error, config.secret_texts())
+            _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, text)
+
+
+def _history(config: StackConfig, *, has_thread: bool) -> BlockHistory | None:
+    if not config.history:
+        return None
+    names = [PRIMARY_NAME]
+    ttl_s: list[float | None] = [None]
+    blocks: list[int | None] = [config.primary_blocks]
+    for tier in config.secondary:  # third-party settings may have any type
+        ttl, size = getattr(tier, "ttl", None), getattr(tier, "capacity", None)
+        names.append(tier.name)
+        ttl_s.append(float(ttl) if isinstance(ttl, (int, float)) else None)
+        blocks.append(size // config.block.bytes if isinstance(size, int) else None)
+    return BlockHistory(config.history, names, ttl_s, blocks=blocks, has_thread=has_thread)
+
+
+def open_server(config: StackConfig) -> StatusServer | None:
+    """Return the server of `metrics`, which listens and does not answer yet; None without that setting."""
+    if config.metrics is None:
+        return None
+    from tiered_kv.stack.exporters.metrics import StackCollector
+    from tiered_kv.stack.exporters.server import StatusServer
+
+    StackCollector(dict)  # whoever checks a stack opens no more than this server: a missing extra is told here
+    return StatusServer(*config.metrics.address)
+
+
+def _manager_type(config: StackConfig) -> Callable[..., TieringOffloadingManager]:
+    if not config.audit:
+        return TieringOffloadingManager
+    from tiered_kv.tiering.audit.audit import AuditRules
+    from tiered_kv.tiering.audit.manager import AuditedManager
+
+    stops = config.audit_action == "stop"
+    return partial(AuditedManager, AuditRules(config.audit, config.audit_tolerance, stops, config.namespace.dtype))
+
+
+def open_publisher(config: StackConfig) -> EventPublisher | None:
+    """Return the publisher of `events`; None without that setting."""
+    if config.events is None:
+        return None
+    from tiered_kv.stack.exporters.events import EventPublisher
+
+    return EventPublisher(config.events)
+
+
+def _batch_blocks(config: StackConfig) -> int:
+    """Return how many blocks the facade moves at a time: no more than the smallest budget in flight."""
+    budgets = [config.primary_blocks * config.block.bytes // 4, config.primary.promotion_budget]
+    budgets += [budget for tier in config.secondary for budget in (tier.store_budget, tier.load_budget)]
+    return max(1, min(budget for budget in budgets if budget is not None) // config.block.bytes)

@@ -1,0 +1,14 @@
+"""What the process and the machine give: limits, permissions, files, memory, threads, and what interrupts them.
+
+Every room above the interfaces and words uses it, on its own threads. What must stay true: sizes and limits are read
+from the kernel and none is assumed, and nothing here knows of blocks or tiers.
+
+limits           what the process and its cgroups may use: memory, descriptors, threads
+huge_pages       pools of huge pages, and which limit binds
+permissions      who may read or write a file
+file_systems     what the kernel says of files, and its allocation of space
+threads          threads that the system may refuse; pauses of workers during an engine's step; background tasks
+interrupts       the call thread, where no signal handler interrupts a call
+log_limit        how often a kind of failure is logged
+collector        containers that the garbage collector need not walk
+"""

@@ -1,0 +1,120 @@
+"""The manager of a stack that audits: it lets the audit see some calls, and all else is the manager's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext, RequestOffloadingContext
+from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.metrics.instruments import timed
+from tiered_kv.tiering.audit.audit import Audit, AuditRules
+from tiered_kv.tiering.audit.comparison import AuditedGroup
+from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.tiering.manager import TieringOffloadingManager
+
+
+class AuditedManager(TieringOffloadingManager):
+    """Audits a share of the requests.
+
+    Args:
+        rules: Which requests are audited, and what follows.
+        primary, secondary_tiers, settings: As in `TieringOffloadingManager`.
+    """
+
+    def __init__(
+        self,
+        rules: AuditRules,
+        primary: CPUOffloadingManager,
+        secondary_tiers: Sequence[SecondaryTierManager] = (),
+        **settings: Any,  # Any: as in `TieringOffloadingManager`
+    ) -> None:
+        super().__init__(primary, secondary_tiers, **settings)
+        self._audit = Audit(rules, primary, self._tiers, self._clock)
+
+    def audit_only(self, group: AuditedGroup) -> None:
+        """Compare the blocks of one KV cache group of several; to be called before the first request."""
+        self._audit.audit_only(group)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        if self._audit.is_active and self._audit.withholds(key, req_context):
+            return False
+        return super().lookup(key, req_context)
+
+    @timed
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        if self._audit.is_active and keys and self._audit.withholds(keys[0], req_context):
+            return [False] * len(keys)
+        return super().lookup_many(keys, req_context)
+
+    def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        if self._audit.withholds_all:
+            return [False] * len(keys)
+        return super().contains_many(keys, req_context)
+
+    def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        if not self._audit.audits(req_context):  # it gets no blocks, and its first lookup marks what it computes
+            super().prefetch(keys, req_context)
+
+    @timed
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        output = super().prepare_store(keys, req_context)
+        if output is None or not self._audit.is_active or self.primary.is_outdated(req_context):
+            return output  # blocks of an outdated request are not those of the current epoch
+        return self._audit.prepare(keys, output, req_context)
+
+    @timed
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        written = self.primary.written_blocks(keys, req_context) if self._audit.is_active else []
+        super().complete_store(keys, req_context, success)
+        self._audit.complete(keys, written, req_context.req_id, self._context_of(req_context), success)
+
+    @timed
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        answer = super().on_new_request(req_context)
+        hints = self.primary.hints_of(req_context)
+        if not (hints.skips_store or hints.skips_load):
+            self._audit.begin(req_context)
+        return answer
+
+    @timed
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._audit.finish(req_context)
+        super().on_request_finished(req_context)
+
+    def on_schedule_end(self) -> None:
+        super().on_schedule_end()
+        if self._audit.stopped:
+            self._stop_tiers(self._audit.stopped)
+
+    @property
+    def jobs_in_flight(self) -> int:
+        """As in the base class, with the comparisons that have not ended."""
+        return super().jobs_in_flight + self._audit.in_flight
+
+    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as in the base class
+        counted = super().counters()
+        for name, audited in self._audit.snapshot().items():
+            counted[name].update(audited)
+        return counted
+
+    def _collect(self) -> None:
+        super()._collect()
+        self._audit.tick(self._clock())
+
+    def _forget_primary(self) -> None:
+        self._audit.reset()
+        super()._forget_primary()
+
+    def _close_tiers(self, timeout_s: float) -> None:
+        super()._close_tiers(timeout_s)
+        self._audit.close(timeout_s)
+
+    def _stop_tiers(self, names: set[str]) -> None:
+        """Disable tiers whose blocks differ, and empty the primary tier, which may have copies of these blocks."""
+        stopped = [guarded for guarded in self._tiers if guarded.name in names and not guarded.is_disabled]
+        for guarded in stopped:
+            guarded.disable("the audit found another block")
+        if stopped:
+            self._forget_primary()
+            self._search.refresh(self._clock())
