@@ -56,8 +56,8 @@ def environment_of(engine: str, directory: Path, **variables: str) -> dict[str, 
     if (SOURCE / "plugins").is_dir():
         # Its tiered_kv lists the plugins; the code of this checkout is run.
         paths += [SOURCE / "plugins"] if paths else [SOURCE, SOURCE / "plugins"]
-    if paths:
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    paths.append(SOURCE / "tests" / "engines")  # for what the programs of several engines share
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
     more = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"} if engine != SGLANG else {}
     return environment | ({"LMCACHE_TRACK_USAGE": "false"} if engine == LMCACHE else {}) | more
 

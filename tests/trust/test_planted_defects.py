@@ -30,9 +30,8 @@ from tests.support.syscalls import Fault
 from tests.trust import defective_crash_server
 from tests.trust.test_resources import ServerSubject
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.server import allocation
-from tiered_kv.server.host import HostBackend
+from tiered_kv.server.memory import HostRegion
 from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.tiering.guarded import SubmittedJob
 from tiered_kv.tiering.transfers import Cascade
@@ -231,7 +230,7 @@ def test_rows_without_memory_that_are_handed_out_are_found_by_refused_pages(
 ) -> None:
     for name in ("CHUNK_BYTES", "FIRST_BYTES"):
         monkeypatch.setattr(allocation, name, ServerSubject.CHUNK_ROWS * 4096)
-    monkeypatch.setattr(HostBackend, "get_num_free_blocks", CPUBackend.get_num_free_blocks)
+    monkeypatch.setattr(HostRegion, "ready_rows", property(lambda region: region.num_blocks))
     subject = ServerSubject(tmp_path)
     with closing(subject):
         with Shortage(Resource.PAGES, 2, math.inf):

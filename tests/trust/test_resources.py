@@ -285,6 +285,7 @@ class ServerSubject:
             served = opened.enter_context(serving(self._folder, host_stack_of(self.ROWS, secondary=[memory])))
             wait_until(lambda: not served.host.region.is_allocating)
             self._host = served.host
+            self._allocated_rows = os.fstat(self._host.region.fd).st_blocks * 512 // BLOCK_BYTES
             self._cache = opened.enter_context(connect(served.address))
             self._opened = opened.pop_all()
 
@@ -314,7 +315,7 @@ class ServerSubject:
             if not has_stored or self._count < COUNT:
                 return False
         region, backend = self._host.region, self._host.manager.primary.backend
-        assert len(backend.made) <= region.ready_rows, "a row without memory was handed out"
+        assert len(backend.made) <= self._allocated_rows, "a row without memory was handed out"
         assert os.fstat(region.fd).st_blocks * 512 >= region.ready_rows * BLOCK_BYTES
         return True
 
