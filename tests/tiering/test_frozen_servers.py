@@ -138,6 +138,7 @@ WAIT_S = 300.0
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_commands_in_the_quickstart_have_hits_in_each_of_the_four_tiers(tmp_path: Path) -> None:
     scripts = Path(sys.executable).parent
     path = f"{scripts}:{os.environ['PATH']}"
