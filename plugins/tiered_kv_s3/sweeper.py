@@ -201,7 +201,7 @@ class Sweeper:
 
         A block that this process uses is as old as its last use. It is renewed, so that other sweeps spare it too.
         """
-        listed_bytes = doomed_bytes = deleted_bytes = kept = 0
+        listed_bytes = doomed_bytes = kept = 0
         oldest_s = 0.0
         used: list[Listed] = []
         begun_s = time.monotonic()
@@ -242,32 +242,36 @@ class Sweeper:
             if each.age_s > self._deleted_s / 2 and each.name not in deleted:
                 self.uses.note_listed(each.name, each.age_s)
                 self.renew(each.name)
+        gone, refusals = self._delete(doomed)
+        if self._stopping.is_set():
+            return False
+        self._deleted = time.monotonic(), frozenset(each.name for each in gone[:DELETED_AT_ONCE])
+        with self._lock:
+            self.used_bytes = listed_bytes - sum(each.size_bytes for each in gone)
+        if refusals:  # the next listing shows which blocks are left
+            raise TierError(f"blocks could not be deleted: {', '.join(sorted(refusals))}", operation="delete")
+        if kept:
+            raise self._control.not_deleted()
+        return len(doomed) == CANDIDATES_MAX
+
+    def _delete(self, doomed: Sequence[Listed]) -> tuple[list[Listed], set[str]]:
+        """Delete blocks until the sweeper is stopped; return those that are gone, and why others are not."""
+        all_gone: list[Listed] = []
         refusals: set[str] = set()
-        first_gone: frozenset[str] = frozenset()
         refused = 0  # requests in a row; more would be refused too
         for start in range(0, len(doomed), DELETED_AT_ONCE):
-            if self._stopping.is_set():
-                return False
+            if self._stopping.is_set() or refused == REFUSED_MAX:
+                break
             batch = doomed[start : start + DELETED_AT_ONCE]
             found = self._control.delete([{"Key": each.name} for each in batch])
             gone = [each for at, each in enumerate(batch) if at not in found]
             self._counters.add("deleted_blocks_total", count=len(gone))
             for each in gone:
                 self._note_gone(each.name)
-            deleted_bytes += sum(each.size_bytes for each in gone)
+            all_gone += gone
             refusals.update(found.values())
-            first_gone = first_gone or frozenset(each.name for each in gone)
             refused = 0 if gone else refused + 1
-            if refused == REFUSED_MAX:
-                break
-        self._deleted = time.monotonic(), first_gone
-        with self._lock:
-            self.used_bytes = listed_bytes - deleted_bytes
-        if refusals:  # the next listing shows which blocks are left
-            raise TierError(f"blocks could not be deleted: {', '.join(sorted(refusals))}", operation="delete")
-        if kept:
-            raise self._control.not_deleted()
-        return len(doomed) == CANDIDATES_MAX
+        return all_gone, refusals
 
 
 class S3Keys(KeyStore):
