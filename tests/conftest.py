@@ -234,8 +234,8 @@ def _no_waits_for_disks(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr(os, "fsync", lambda fd: None)
         monkeypatch.setattr(os, "fdatasync", lambda fd: None)
-        if (keeper := sys.modules.get("tiered_kv_fs.keeper")) is not None:
-            monkeypatch.setattr(keeper, "_BUSY_PAUSE_S", 0.005)
+        if (grants := sys.modules.get("tiered_kv_fs.grants")) is not None:
+            monkeypatch.setattr(grants, "_BUSY_PAUSE_S", 0.005)
 
 
 @pytest.fixture

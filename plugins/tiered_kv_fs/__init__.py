@@ -18,18 +18,18 @@ What is kept where. `directory` shows the tree. A block's path has the namespace
 key (`names.block_path`). The file `ledger` has the bytes in use and the grants of all processes; a lock guards it
 (`locks`). No process keeps an index: a lookup asks the file system (`BlockFiles.contains`).
 
-A store (`FsTier.store_blocks`) takes bytes of the grant, and waits a limited time for more (`keeper.Keeper.take`). A
+A store (`FsTier.store_blocks`) takes bytes of the grant, and waits a limited time for more (`GrantClient.take`). A
 thread writes the missing blocks, the last one of a prefix first (`BlockFiles.store`). The bytes that were not filled go
-back to the grant (`Keeper.settle`).
+back to the grant (`GrantClient.settle`).
 
 A load (`FsTier.load_blocks`): a thread reads each record and verifies it (`BlockFiles.load`). A file's modification
 time is the time of its block's last use. Loads, and stores of a block that exists, renew it, at most once a minute. So
 do uses in a tier above (`FsTier.touch`), more often if files are removed young.
 
-How room is made. `Keeper` renews the grant every few seconds, and asks for a sweep if a survey is due or the capacity
-has no room for another grant. One process at a time holds the lock `sweep`. It counts the directory (a survey), and
-removes the least recently used files (`sweeper.DirectorySweeper.make_room`). On a full disk, the oldest of a sample of
-blocks are deleted at once (`full_disk.free`).
+How room is made. `GrantClient` renews the grant every few seconds. It asks for a sweep if a survey is due, or the
+capacity has no room for another grant. One process at a time holds the lock `sweep`. It counts the directory (a
+survey), and removes the least recently used files (`sweeper.DirectorySweeper.make_room`). On a full disk, the oldest of
+a sample of blocks are deleted at once (`full_disk.free`).
 
 What a restart does. The tier reads the marker, the namespace and the epoch's mark (`epoch.EpochFile`), and no block.
 Lookups find all blocks of that epoch. A reset draws another epoch (`FsTier.reset_cache`). Sweeps remove the older files

@@ -54,7 +54,7 @@ class BlockFiles:
     codecs: CodecSet
     counters: Counters
     is_granted: Callable[[], bool]  # whether the grant in use is still valid
-    give_way: Callable[[int, int, int], bool]  # see `Keeper.give_way`
+    give_way: Callable[[int, int, int], bool]  # see `GrantClient.give_way`
     allocation: Allocation
     private: bool  # whether files of other users are ignored
 
@@ -218,7 +218,7 @@ class BlockFiles:
     def _make_above(self, path: str) -> int:
         """Make the directories of a file's epoch and shard; return what the new ones occupy.
 
-        Raises `FileNotFoundError`: the namespace's directory is missing. The keeper makes it, and checks its owner.
+        Raises `FileNotFoundError`: the namespace's directory is missing. `GrantClient` makes it, and checks its owner.
         """
         shard = os.path.dirname(path)
         return sum(self.allocation.unit_bytes for each in (os.path.dirname(shard), shard) if make_directory(each))

@@ -97,7 +97,7 @@ class Directory:
         try:
             self.make()
         except OSError as error:
-            if self._place is None or error.errno not in FULL:  # else the keeper makes the rest when there is space
+            if self._place is None or error.errno not in FULL:  # else `GrantClient` makes the rest when there is space
                 raise self.claimed.unavailable(error) from error
         with suppress(OSError), opened(self.path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             found = probe(fd, self.path)
@@ -125,8 +125,8 @@ class Directory:
                 claimed = replace(claimed, own_names=frozenset(names_in(fd)))
             claimed.check(fd)
             self._place = place
-            # If the directory is removed while it is open, or was new on a full disk, a keeper may make these before
-            # the marker.
+            # If the directory is removed while it is open, or was new on a full disk, `GrantClient` may make these
+            # before the marker.
             self.claimed = replace(self.claimed, own_names=frozenset({LOCK_NAME, LEDGER_NAME, SWEEP_NAME}))
             with_room(self.path, partial(claimed.mark, fd, {"tier": "fs"}))
         finally:

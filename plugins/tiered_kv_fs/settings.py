@@ -29,5 +29,5 @@ class FsSettings(DirectorySettings):
     )
 
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
-        # Each transfer has a file open; lookups, the keeper and the event loop have threads, too.
+        # Each transfer has a file open; lookups, the grants and the event loop have threads, too.
         return (Take("descriptors", self.threads, "threads"), Take("threads", self.threads + 11, "threads"))

@@ -30,7 +30,7 @@ from tiered_kv_fs.blocks import TOUCH_INTERVAL_S, BlockFiles, Moved
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.epoch import EpochFile
 from tiered_kv_fs.full_disk import without_room
-from tiered_kv_fs.keeper import GRANTS_MIN, Keeper
+from tiered_kv_fs.grants import GRANTS_MIN, GrantClient
 from tiered_kv_fs.settings import FsSettings
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ _ROOM_TIMEOUT_MAX_S: Final = 5.0
 _LOOKUPS_MAX: Final = 8
 """Calls for lookups that run at once, each on a thread beside those for transfers, which cannot delay lookups."""
 _LOOKUP_KEYS: Final = 64  # keys in one call to a thread: on a network file system each may be a round trip
-_KEEPER_THREADS: Final = 2
+_GRANT_THREADS: Final = 2
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 _OPEN_TIMEOUT_S: Final = 5.0
 _TOUCH_TIMEOUT_S: Final = 0.5
@@ -85,7 +85,7 @@ class FsTier(AsyncTier):
         try:
             with without_room():  # then the first store joins an epoch
                 self._cache_epoch.value(time.monotonic() + _OPEN_TIMEOUT_S)
-            self._keeper = Keeper(
+            self._grants = GrantClient(
                 self._directory,
                 self._cache_epoch,
                 self._counters,
@@ -101,18 +101,18 @@ class FsTier(AsyncTier):
         self._files = BlockFiles(
             self._directory.namespace_path,
             digest,
-            self._keeper.owner,
+            self._grants.owner,
             block_bytes,
             self._codecs,
             self._counters,
-            self._keeper.is_granted,
-            self._keeper.give_way,
+            self._grants.is_granted,
+            self._grants.give_way,
             self._allocation,
             settings.private,
         )
         self._touch_interval_s = TOUCH_INTERVAL_S
         self._touches = Touches(self._note_uses, f"tiered-kv-{name}-touches", TOUCH_INTERVAL_S)
-        self._threads = DaemonThreads(f"tiered-kv-{name}", settings.threads + _LOOKUPS_MAX + _KEEPER_THREADS)
+        self._threads = DaemonThreads(f"tiered-kv-{name}", settings.threads + _LOOKUPS_MAX + _GRANT_THREADS)
         self._lookup_slots = asyncio.Semaphore(_LOOKUPS_MAX)
         self._transfer_slots = asyncio.Semaphore(settings.threads)  # parts may be smaller, and so more, than threads
         super().__init__(
@@ -129,16 +129,16 @@ class FsTier(AsyncTier):
             _log.warning("tier '%s': %s", name, warning)
 
     def explain_failure(self, reason: str) -> str:
-        return self._files.explain(reason) or self._keeper.failure_texts.of(reason) or super().explain_failure(reason)
+        return self._files.explain(reason) or self._grants.failure_texts.of(reason) or super().explain_failure(reason)
 
     # The event loop.
 
     async def open(self) -> None:
-        self._keeper.start()
+        self._grants.start()
 
     async def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         room_bytes = len(keys) * self._allocation.room_bytes(self._record_bytes)  # less may be used, or more
-        reason = await self._keeper.take(room_bytes)
+        reason = await self._grants.take(room_bytes)
         if reason:
             return Outcome((), reason)
         used_bytes = 0
@@ -149,13 +149,13 @@ class FsTier(AsyncTier):
                 moved = await uninterrupted(store)
                 used_bytes = moved.used_bytes
         finally:
-            self._keeper.settle(room_bytes, used_bytes)
-        self._keeper.newest_path = self._files.newest_path
+            self._grants.settle(room_bytes, used_bytes)
+        self._grants.newest_path = self._files.newest_path
         if moved.yields:
-            self._keeper.measure_again()
-        if moved.reason == "missing":  # directories were removed: the keeper makes them anew
+            self._grants.measure_again()
+        if moved.reason == "missing":  # directories were removed: the next use of the ledger makes them anew
             self._cache_epoch.recheck()
-            self._keeper.wake()
+            self._grants.wake()
         return _outcome(moved, keys)
 
     async def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
@@ -170,7 +170,7 @@ class FsTier(AsyncTier):
 
     async def close(self) -> None:
         try:
-            await self._keeper.close()
+            await self._grants.close()
         finally:
             self._threads.shutdown()
 
@@ -216,7 +216,7 @@ class FsTier(AsyncTier):
         self.begin_epoch()
         self._touches.clear()
         self._cache_epoch.renew()
-        self._saving.ask()  # where that fails, the keeper tries again, and logs why
+        self._saving.ask()  # where that fails, `GrantClient` tries again, and logs why
         return True
 
     def stats(self) -> Mapping[str, Any]:
@@ -224,9 +224,9 @@ class FsTier(AsyncTier):
             **super().stats(),
             **self._counters.snapshot(),
             "epoch_repairs_total": self._cache_epoch.repairs,
-            "used_bytes": self._keeper.used_bytes,
+            "used_bytes": self._grants.used_bytes,
             "capacity_bytes": self._settings.capacity,
-            "granted_bytes": self._keeper.granted_bytes,
+            "granted_bytes": self._grants.granted_bytes,
         }
 
     def describe(self) -> Mapping[str, object]:
@@ -235,8 +235,8 @@ class FsTier(AsyncTier):
                 None,
                 (
                     self._files.failure,
-                    self._keeper.failure,
-                    self._keeper.lost_lock,
+                    self._grants.failure,
+                    self._grants.lost_lock,
                     *self._directory.shortcomings,
                     self._disk_warning(),
                 ),
@@ -251,12 +251,12 @@ class FsTier(AsyncTier):
             "codec": self._codecs.name,
             "threads": self._settings.threads,
             "capacity_bytes": self._settings.capacity,
-            "used_bytes": self._keeper.used_bytes,
-            "grant_bytes": self._keeper.grant_bytes,
+            "used_bytes": self._grants.used_bytes,
+            "grant_bytes": self._grants.grant_bytes,
         }
 
     def _disk_warning(self) -> str:
-        used_bytes = self._keeper.used_bytes - self._keeper.granted_bytes
+        used_bytes = self._grants.used_bytes - self._grants.granted_bytes
         with suppress(OSError):
             return disk_need(self._directory.path, self._settings.capacity, used_bytes).problem
         return ""

@@ -199,8 +199,8 @@ def open_rig(
 ) -> OpenRig:
     """Open fs tiers on the directory, with the module's block size and capacity; they are closed at the end."""
     # Or a test waits for a second after each refusal. It is longer than `_BUSY_PAUSE_S`, or stores never see it.
-    monkeypatch.setattr("tiered_kv_fs.keeper._REFUSAL_S", 0.2)
-    # On a busy machine, stores find room later, and a keeper takes longer to return its grants.
+    monkeypatch.setattr("tiered_kv_fs.grants._REFUSAL_S", 0.2)
+    # On a busy machine, stores find room later, and a client takes longer to return its grants.
     monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", WAIT_S)
     monkeypatch.setattr("tiered_kv_fs.tier._SHUTDOWN_TIMEOUT_S", WAIT_S)
     sizes = {"block_bytes": request.module.BLOCK_BYTES, "capacity": request.module.CAPACITY_BYTES}

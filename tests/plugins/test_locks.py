@@ -153,7 +153,7 @@ def change_while(path: Path, work: Callable[[], object]) -> None:
 def test_a_tier_whose_entry_in_the_ledger_was_written_over_has_the_directory_counted(
     open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tiered_kv_fs.keeper._TICK_S", 0.05)
+    monkeypatch.setattr("tiered_kv_fs.grants._TICK_S", 0.05)
     rig = open_rig()
     assert rig.store(make_keys(4)).success
     first = ledger_of(rig, path)
@@ -184,7 +184,7 @@ def test_tiers_whose_locks_do_not_exclude_store_and_keep_to_the_capacity_after_a
     open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-    monkeypatch.setattr("tiered_kv_fs.keeper._TICK_S", 0.05)
+    monkeypatch.setattr("tiered_kv_fs.grants._TICK_S", 0.05)
     rigs, stored = [open_rig() for _ in range(2)], list[bool]()
 
     def work(at: int) -> None:

@@ -197,7 +197,7 @@ def test_a_tier_that_lapsed_and_goes_on_stores_within_a_new_grant(open_rig: Open
 def test_a_process_that_stops_with_the_lock_delays_stores_for_a_bounded_time_and_no_loads(
     open_rig: OpenRig, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiered_kv_fs.keeper._REFUSAL_S", 1.0)  # as it is outside of these tests
+    monkeypatch.setattr("tiered_kv_fs.grants._REFUSAL_S", 1.0)  # as it is outside of these tests
     monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", 5.0)
     rig = open_rig()
     keys = make_keys(4)

@@ -215,7 +215,7 @@ def test_the_oldest_use_goes_first(open_rig: OpenRig, path: Path, monkeypatch: p
 def test_a_part_of_the_directory_that_somebody_deletes_is_made_again(
     open_rig: OpenRig, path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiered_kv_fs.keeper._TICK_S", 0.05)
+    monkeypatch.setattr("tiered_kv_fs.grants._TICK_S", 0.05)
     monkeypatch.setattr("tiered_kv.toolkit.epoch.CHECK_PAUSE_S", 0.05)
     rig, keys = open_rig(), make_keys(8)
     assert rig.store(keys).success

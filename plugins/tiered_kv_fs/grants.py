@@ -1,4 +1,12 @@
-"""The keeper: background tasks that take a tier's grants from the ledger, and start sweeps."""
+"""A client of the ledger: it takes and returns a tier's grants, and starts sweeps.
+
+`FsTier` makes one client, and calls `take` before a store and `settle` after it. The client runs on the tier's event
+loop; its two tasks use at most one thread each, for the ledger and for a sweep. These things stay true:
+
+- A store writes only bytes that the ledger has granted, and only while the grant is valid.
+- What a process returns or owes reaches the ledger's total once.
+- A failure ends no task: it is counted, logged, and holds for stores during `_REFUSAL_S` at most.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +65,10 @@ class _Reply(NamedTuple):
 
 
 @dataclass(eq=False)
-class Keeper:
+class GrantClient:
     """Takes and returns grants, starts sweeps, and writes the epoch's mark.
 
-    The event loop owns it. Two tasks run while the tier is open, each with one thread at most: one uses the
-    ledger, the other one sweeps. Raises `OSError`: the ledger cannot be read or locked.
+    The event loop owns it. Raises `OSError`: the ledger cannot be read or locked.
     """
 
     directory: Directory
@@ -72,7 +79,7 @@ class Keeper:
     grant_bytes: int  # of one request to the ledger; less on a small disk
     part_bytes: Callable[[], int]  # what a part of a job may take, as far as known
     room_timeout_s: float  # how long a store waits for room
-    on_age: Callable[[float], None]  # as `DirectorySweeper.on_age`; runs on a thread
+    on_age: Callable[[float], None]  # see `DirectorySweeper.on_age`; runs on a thread
 
     def __post_init__(self) -> None:
         self.owner = secrets.token_hex(8)  # this tier's name in the ledger
@@ -124,7 +131,7 @@ class Keeper:
     # The event loop.
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._talk()), asyncio.create_task(self._sweep())]
+        self._tasks = [asyncio.create_task(self._keep_granted()), asyncio.create_task(self._sweep_when_asked())]
 
     def wake(self) -> None:
         """Use the ledger now, which makes missing directories again."""
@@ -175,7 +182,7 @@ class Keeper:
             await asyncio.wait(late)
         if self._is_registered:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await self.call(self._leave, self._free_bytes)
+                await self.call(self._return, self._free_bytes)
 
     def _refused(self) -> str:
         reason, until_s = self._refusal
@@ -189,7 +196,7 @@ class Keeper:
         self._idle_ticks = 0
         return True
 
-    async def _talk(self) -> None:
+    async def _keep_granted(self) -> None:
         """Use the ledger when a store needs a grant, and every few seconds."""
         while not self._is_closing:
             free_bytes = self._free_bytes
@@ -240,7 +247,7 @@ class Keeper:
             self._is_full = False
             self._is_sweep_asked.set()
 
-    async def _sweep(self) -> None:
+    async def _sweep_when_asked(self) -> None:
         """Make room, or survey, whenever the ledger's answer requests that."""
         while not self._is_closing:
             await self._is_sweep_asked.wait()
@@ -342,7 +349,7 @@ class Keeper:
         if is_first:
             _log.warning("%s: %s; further losses are only counted", self.directory.path, _LOST_LOCK)
 
-    def _leave(self, free_bytes: int) -> None:
+    def _return(self, free_bytes: int) -> None:
         with self._ledger.locked() as state:
             state.unit_bytes = self._allocation.share(state.unit_bytes)
             if state.holders.pop(self.owner, None) is not None:
