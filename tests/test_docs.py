@@ -19,7 +19,7 @@ from tests.support.faulty import FourMethodTier
 from tests.support.figures import PROOFS, Figures, main
 from tests.support.pages import COUNTERS, tables, with_tables
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, Register, manager_of, stack_of
-from tiered_kv.metrics.instruments import count_of, flat_counts
+from tiered_kv.metrics.counters import count_of, flat_counts
 from tiered_kv.metrics.vocabulary import ACCOUNT, MANAGER, PRIMARY, SECONDARY, TIER, Metric
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.faults import FailingTier

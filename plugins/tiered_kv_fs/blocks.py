@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.reasons import UNREADABLE
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.record import (

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.system.file_systems import OWN_NAME
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.toolkit.epoch import Epoch

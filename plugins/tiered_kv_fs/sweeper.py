@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.toolkit.claimed import TEMPORARY, walk
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv_fs.allocation import UNIT_BYTES_MIN, occupied_bytes, round_up, unit_of

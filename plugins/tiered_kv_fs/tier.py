@@ -14,7 +14,7 @@ from aiofiles.os import wrap
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.system.limits import disk_need
 from tiered_kv.system.threads import BackgroundTask, DaemonThreads

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit import BlockingTier, Outcome

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.system.file_systems import allocate
 from tiered_kv.system.threads import give_way

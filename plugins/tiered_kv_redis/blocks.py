@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.reasons import UNREADABLE
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, Unreadable, decode_record, record_bytes_max
 from tiered_kv_redis import reasons as why

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.toolkit.blocking import BlockingTier

@@ -13,7 +13,7 @@ from typing import Any
 
 from tiered_kv.config.secrets import STRAY_CHARACTER, foreign_text, stray_character
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.system.threads import BackgroundTask

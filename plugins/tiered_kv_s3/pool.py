@@ -8,7 +8,7 @@ import threading
 import time
 
 from tiered_kv.errors import ConfigError
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.resolver import connect
 from tiered_kv_s3.connection import Connection, Endpoint, Patience, Proxy

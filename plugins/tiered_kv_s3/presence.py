@@ -17,7 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.toolkit.record import UNREADABLE_S
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.verdict import ABSENCE, UNHEARD, Verdict

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from tiered_kv.errors import ResourceError, TierError
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.system.threads import BackgroundTask, start_thread
 from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv_s3.control import DELETED_AT_ONCE, NO_OBJECT, Control, Listed

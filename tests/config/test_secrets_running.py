@@ -30,7 +30,7 @@ from tests.support.secret_hunt import (
     with_markers,
 )
 from tiered_kv.config.hooks import tier_plugins
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import Stack
 
 

@@ -26,7 +26,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers, thread
 from tiered_kv.errors import ConfigError, ShutdownError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.faults import FailingTier
 from tiered_kv.testing.rig import make_keys

@@ -13,18 +13,9 @@ from tests.support.pages import undescribed
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.metrics.instruments import (
-    EVERY_STEPS,
-    INFINITY,
-    LABELS_MAX,
-    OTHER,
-    Counters,
-    Histogram,
-    StepTimer,
-    flat_counts,
-    quantile,
-    timed,
-)
+from tiered_kv.metrics.counters import LABELS_MAX, OTHER, Counters, flat_counts
+from tiered_kv.metrics.histogram import INFINITY, Histogram, quantile
+from tiered_kv.metrics.step_timer import EVERY_STEPS, StepTimer, timed
 from tiered_kv.metrics.vocabulary import MANAGER, TIER, TOTAL, Metric
 from tiered_kv.reasons import FAILED, SKIPPED, TOO_SLOW_REASONS, Fate, RecordStatus
 from tiered_kv.stack.open import open_stack

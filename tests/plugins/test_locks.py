@@ -15,7 +15,7 @@ from tests.plugins.conftest import StoreBench
 from tests.support.disk_use import fs_ledger, occupied_bytes
 from tests.support.entries import OpenRig
 from tiered_kv.errors import TierBusyError, TierUnavailableError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.system.file_systems import Mount
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys

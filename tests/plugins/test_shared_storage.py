@@ -20,7 +20,7 @@ from tests.support.disk_use import occupied_bytes
 from tests.support.places import SPEC, Place, PlaceOf
 from tests.support.stacks import ReplaceModule
 from tiered_kv.base import OffloadKey
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, compressible_content, make_keys
 from tiered_kv.toolkit.epoch import EpochMark, _retired

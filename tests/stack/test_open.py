@@ -22,7 +22,7 @@ from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.errors import ConfigError, ResourceError, ShutdownError, TierError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.buffers import Blocks
 from tiered_kv.stack.open import Stack, open_region, open_stack
 from tiered_kv.testing.control import wait_until

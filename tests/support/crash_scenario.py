@@ -24,7 +24,7 @@ from tests.support.disk_use import flush_file_system
 from tests.support.stacks import block_hashes, forget_memory, manager_of, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import TierError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import block_content, make_keys

@@ -18,7 +18,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.direct import DirectTiers
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys

@@ -25,7 +25,7 @@ from tests.support.racing_scheduler import RacingScheduler
 from tests.support.stacks import manager_of
 from tests.support.threads import meanwhile
 from tiered_kv.errors import TierBusyError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys

@@ -24,7 +24,7 @@ from tests.support.stacks import block_hashes, stack_of
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.cli.main import main
 from tiered_kv.config.stack_config import load_config
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import Stack, open_stack
 
 BLOCK_BYTES = 4096

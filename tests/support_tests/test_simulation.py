@@ -17,7 +17,7 @@ from tests.support.simulation.simulation import Simulation
 from tests.support.simulation.tiers import SimulatedToolkitTier
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.metrics.instruments import flat_counts
+from tiered_kv.metrics.counters import flat_counts
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.requests import LookupState

@@ -22,7 +22,7 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.tiering.account import EventSink
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager

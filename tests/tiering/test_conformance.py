@@ -25,7 +25,7 @@ from tests.support.redis_servers import PASSWORD, RedisServer
 from tests.support.s3_servers import S3Server
 from tests.support.segment_map import SegmentMap
 from tests.support.stacks import stack_of
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.control import wait_until

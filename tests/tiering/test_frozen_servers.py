@@ -25,7 +25,7 @@ from tests.support.pages import shown
 from tests.support.server_process import free_port
 from tests.support.soak.grounds import CHATS_SETTINGS, TIERS, Grounds, chats
 from tests.support.soak.soak import pace_problems, run_queue_s
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import EngineStack, open_engine_stack
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.tally import Tally

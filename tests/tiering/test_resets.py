@@ -11,8 +11,8 @@ from tiered_kv.base import OffloadPolicy, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.metrics.history.recorder import BlockHistory
-from tiered_kv.metrics.instruments import count_of
 from tiered_kv.tiering.audit.audit import AuditRules
 from tiered_kv.tiering.audit.manager import AuditedManager
 from tiered_kv.tiering.manager import TieringOffloadingManager

@@ -16,7 +16,7 @@ from tests.tiering.conftest import BLOCK_BYTES, LARGE_BUDGETS, MakeBench, keys
 from tiered_kv.base import make_offload_key
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering import write_budget

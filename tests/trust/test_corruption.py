@@ -16,7 +16,7 @@ from tests.support.doors import Door
 from tests.support.figures import Figures, Profile
 from tests.support.places import Place, PlaceOf
 from tiered_kv.base import OffloadKey
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
 from tiered_kv.tiering.base import TierSpec
 

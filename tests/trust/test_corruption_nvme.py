@@ -35,7 +35,7 @@ from tests.support.segment_map import (
     seal,
 )
 from tiered_kv.base import OffloadKey
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.rig import TierRig, block_content, compressible_content, make_keys
 
 pytestmark = [pytest.mark.trust, pytest.mark.slow, pytest.mark.usefixtures("patient_nvme")]

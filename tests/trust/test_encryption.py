@@ -18,7 +18,7 @@ from tests.support.figures import Figures, Profile
 from tests.support.places import Place, PlaceOf
 from tests.support.segment_map import BATCH_FIXED_BYTES, ENTRY_BYTES, PAGE_BYTES, SegmentMap, seal
 from tiered_kv.base import OffloadKey
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.rig import block_content, compressible_content, make_keys
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID, CodecSet, binding_of

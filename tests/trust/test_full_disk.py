@@ -20,7 +20,7 @@ from tests.support.mounts import command_in_namespace, missing_for_tmpfs, small_
 from tests.support.patient_nvme import waiting_until_closed
 from tests.support.stacks import forget_memory, manager_of
 from tiered_kv.base import OffloadKey
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import Stack
 from tiered_kv.testing.rig import block_content, make_keys
 

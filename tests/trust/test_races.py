@@ -30,7 +30,7 @@ from tests.support.race_cases import (
 from tests.support.races import Prompts, Race, open_guarded, phantoms, problems_at_rest, race_facade
 from tests.support.racing_scheduler import RacingScheduler
 from tests.support.stacks import manager_of
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv_nvme.disk import Disk
 from tiered_kv_nvme.settings import NvmeSettings

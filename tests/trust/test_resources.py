@@ -38,7 +38,7 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import TieredKVError
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.server import allocation
 from tiered_kv.server.connect import connect
 from tiered_kv.stack.open import Stack, open_stack

@@ -18,7 +18,7 @@ from tests.support.redis_servers import PASSWORD, PATIENT, RedisServer, TlsFiles
 from tests.support.s3_servers import S3Server, missing_for_moto, start_moto
 from tests.support.tenants import Tenant
 from tiered_kv.cli.main import main
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv_s3.settings import S3Settings

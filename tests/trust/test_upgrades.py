@@ -19,7 +19,7 @@ from tests.support.places import RECORD_MAGIC, STORED, Place, PlaceOf
 from tests.support.segment_map import PAGE_BYTES, SEGMENT_FIELDS, seal
 from tests.trust.golden.make_golden import FORMS, SMALL, SPEC
 from tiered_kv.errors import FormatError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.toolkit.codecs import AES_ID, RAW_ID, ZSTD_AES_ID, ZSTD_ID
 

@@ -21,7 +21,7 @@ from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
-from tiered_kv.metrics.instruments import quantile
+from tiered_kv.metrics.histogram import quantile
 
 ANSWER_BYTES_MAX: Final = 8 << 20
 TIMEOUT_S: Final = 5.0

@@ -38,7 +38,7 @@ from tiered_kv.cli.report.page import (
 from tiered_kv.cli.stacks import stack_with_blocks
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import format_bytes
-from tiered_kv.metrics.instruments import flat_counts
+from tiered_kv.metrics.counters import flat_counts
 from tiered_kv.reasons import FAILED, SENTENCES, TOO_SLOW_REASONS
 from tiered_kv.stack.open import EngineStack, open_engine_stack
 from tiered_kv.workload.replay import ReplaySettings, replay

@@ -17,7 +17,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Task, TierQueue
 from tiered_kv.errors import ShutdownError
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.search import ask_tier

@@ -1,8 +1,12 @@
 """What is counted: the names of all metrics, and the objects that count.
 
-Any thread may count (`instruments.Counters`). The exporters, the command and the engines read. What must stay true:
+Any thread may count (`counters.Counters`). The exporters, the command and the engines read. What must stay true:
 each metric has one name and one meaning, in `vocabulary`, and the number of its labels is bounded.
 
-vocabulary   the name and meaning of every metric
-instruments  counters, histograms, notices for an operator, the timer of steps
+vocabulary  the name and meaning of every metric
+counters    counts of events by name and labels, and what reads them
+histogram   counts of values by size
+notices     the last changes in a stack, for an operator
+step_timer  how long the manager takes in a scheduler's step
+history     why blocks were missed
 """

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS, Counters
+from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.histogram import BYTES, SECONDS, SHORT_SECONDS
 from tiered_kv.reasons import SKIPPED, TOO_SLOW_REASONS, Fate
 
 PREFIX: Final = "tiered_kv_"

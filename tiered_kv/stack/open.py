@@ -165,7 +165,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
     def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         """Return the counters by tier; the primary tier is "cpu". See docs/reference/counters.md.
 
-        A counter is a number, or a dictionary by label. `tiered_kv.metrics.instruments.count_of` reads them.
+        A counter is a number, or a dictionary by label. `tiered_kv.metrics.counters.count_of` reads them.
         """
         return self._run(self._counters)
 

@@ -23,7 +23,7 @@ import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.errors import TierError
-from tiered_kv.metrics.instruments import flat_counts
+from tiered_kv.metrics.counters import flat_counts
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec

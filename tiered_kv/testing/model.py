@@ -13,7 +13,7 @@ import xxhash
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.metrics.instruments import count_of, flat_counts
+from tiered_kv.metrics.counters import count_of, flat_counts
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.faults import JobWrapperTier
 from tiered_kv.testing.rig import block_content

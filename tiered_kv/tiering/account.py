@@ -13,9 +13,11 @@ from tiered_kv.base import OffloadingEvent, OffloadKey, group_of
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.errors import TierError
+from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.histogram import BYTES, SECONDS, SHORT_SECONDS, Histogram
 from tiered_kv.metrics.history.ledger import CPU, RequestLog
 from tiered_kv.metrics.history.recorder import BlockHistory
-from tiered_kv.metrics.instruments import BYTES, SECONDS, SHORT_SECONDS, Histogram, Notices, count_of
+from tiered_kv.metrics.notices import Notices
 from tiered_kv.metrics.vocabulary import ACCOUNT, DIRECTIONS, counters_of
 from tiered_kv.reasons import Fate, reason_of
 from tiered_kv.system.log_limit import LogLimit

@@ -214,7 +214,7 @@ class SecondaryTierManager(ABC):
         return ()
 
     def stats(self) -> Mapping[str, Any]:  # Any: a number, or a mapping of numbers by label
-        """Return the tier's counters and gauges by name, in the form of `tiered_kv.metrics.instruments`.
+        """Return the tier's counters and gauges by name, in the form of `tiered_kv.metrics.counters.Counters.snapshot`.
 
         Reads memory only. If `is_nonblocking` is True, any thread may call it, while the scheduler's calls others.
         """

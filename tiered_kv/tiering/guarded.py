@@ -16,7 +16,7 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import HOURS_A_DAY
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.metrics.history.recorder import BlockHistory
-from tiered_kv.metrics.instruments import Notices
+from tiered_kv.metrics.notices import Notices
 from tiered_kv.reasons import reason_of
 from tiered_kv.tiering.account import TierAccount
 from tiered_kv.tiering.answers import (

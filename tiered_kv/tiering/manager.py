@@ -21,7 +21,8 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.history.recorder import BlockHistory
-from tiered_kv.metrics.instruments import Notices, StepTimer, timed
+from tiered_kv.metrics.notices import Notices
+from tiered_kv.metrics.step_timer import StepTimer, timed
 from tiered_kv.reasons import Fate
 from tiered_kv.system.threads import PAUSES_MAX, STEP
 from tiered_kv.tiering.account import EventSink, PrimaryAccount

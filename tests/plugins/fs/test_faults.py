@@ -19,7 +19,7 @@ from tests.support.disk_use import fs_blocks, occupied_bytes
 from tests.support.entries import OpenRig
 from tests.support.faulty import Gate
 from tiered_kv.errors import ConfigError, FormatError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.toolkit import small_files

@@ -28,7 +28,7 @@ from tests.support.lmcache_programs import (
     run,
 )
 from tests.support.redis_servers import RedisServer
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import wait_until
 
 pytestmark = pytest.mark.slow

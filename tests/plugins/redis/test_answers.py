@@ -13,7 +13,7 @@ from tests.plugins.conftest import OpenRedis
 from tests.support.loopback import LoopbackServer, LyingRedis, Storage
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
 

@@ -15,7 +15,7 @@ import pytest
 from tests.plugins.conftest import DIGEST, OpenRedis, block_names, calls
 from tests.support.redis_servers import RedisServer
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import make_keys

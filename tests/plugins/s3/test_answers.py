@@ -27,7 +27,7 @@ from tests.support.fake_s3 import (
     server,
 )
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import ManualClock, wait_until
 from tiered_kv.testing.rig import block_content, make_keys
 from tiered_kv.toolkit.record import encode_record

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.testing.control import wait_until
 from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Endpoint, Patience

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.fake_s3 import WAIT_S, FakeS3, OpenRig, open_rig, server
 from tests.support.stacks import block_hashes, stack_of
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys

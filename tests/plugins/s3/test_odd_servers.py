@@ -20,7 +20,7 @@ from tests.support.odd_s3 import AT_FIRST, ODD
 from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey
 from tiered_kv.cli.main import main
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys

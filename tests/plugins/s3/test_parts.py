@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 from pydantic import ValidationError
 
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_s3.bucket import Bucket

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from tiered_kv.errors import TierError
-from tiered_kv.metrics.instruments import Counters
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys

@@ -46,7 +46,7 @@ from tests.plugins.sglang.sglang_program_parts import (
 from tests.support.host_server import serving
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv_sglang.backend import TieredKVHiCache
 

@@ -14,7 +14,7 @@ from tests.support.disk_use import damage_files
 from tests.support.engines import SGLANG, Message, interpreter, passed_checks, run_example
 from tests.support.host_server import serving
 from tests.support.sglang_programs import SGLangEngine, extra_config, hicache
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import wait_until
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from tests.support.faulty import Gate  # noqa: E402
 from tests.support.shortages import Resource, outage  # noqa: E402
 from tests.support.tiny_llama import llama_sizes  # noqa: E402
 from tiered_kv.errors import ConfigError, ShutdownError  # noqa: E402
-from tiered_kv.metrics.instruments import count_of  # noqa: E402
+from tiered_kv.metrics.counters import count_of  # noqa: E402
 from tiered_kv.testing.control import wait_until  # noqa: E402
 from tiered_kv_transformers import PrefixCache, PrefixCacheStats, prefix_cache  # noqa: E402
 

@@ -32,7 +32,7 @@ from tests.support.engines import (
 from tests.support.entries import s3_entry
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_servers import S3Server
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.proxy import Faults
 
 pytestmark = pytest.mark.slow

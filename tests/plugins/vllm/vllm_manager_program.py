@@ -39,7 +39,7 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 import tiered_kv_vllm.tier as tier_module
 from tests.engines.program_checks import ChecksIn
 from tests.support.faulty import FourMethodTier
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 
 PRIMARY_CHUNKS = 16
 WHOLE_PRIMARY = {"store_budget": PRIMARY_CHUNKS * CHUNK_BYTES, "load_budget": PRIMARY_CHUNKS * CHUNK_BYTES}

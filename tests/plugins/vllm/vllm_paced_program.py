@@ -68,7 +68,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from tiered_kv.metrics.instruments import count_of  # noqa: E402
+from tiered_kv.metrics.counters import count_of  # noqa: E402
 from tiered_kv_vllm.engine import configured  # noqa: E402
 
 TOKENS = 16

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, stack_of
-from tiered_kv.metrics.instruments import is_histogram
+from tiered_kv.metrics.histogram import is_histogram
 from tiered_kv.stack.exporters.metrics import StackCollector, exposition
 from tiered_kv.stack.open import open_stack
 

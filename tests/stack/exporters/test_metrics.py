@@ -20,7 +20,7 @@ from prometheus_client.samples import Sample
 from tests.support.obedient import BLOCK_BYTES, get, obedient, put, stack_of
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.metrics.vocabulary import ATTACHED, MANAGER, SERVER, TIER
 from tiered_kv.stack.exporters.metrics import NAME_SERIES_MAX, StackCollector, exposition
 from tiered_kv.stack.exporters.status import status

@@ -14,7 +14,7 @@ from tests.support.fuzzing import Target
 from tests.support.segment_map import PAGE_BYTES, seal, seal_summary
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.rig import Content, block_content, compressible_content, make_keys
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import CodecSet

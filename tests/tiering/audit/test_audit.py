@@ -17,7 +17,7 @@ from tests.support.shortages import Resource, outage
 from tests.support.stacks import manager_of, stack_of
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import Stack
 from tiered_kv.testing.rig import make_keys as keys
 from tiered_kv.tiering.audit.audit import is_chosen

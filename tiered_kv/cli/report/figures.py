@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tiered_kv.cli.report.page import GRID, INK, MISS, QUIET, Html, element, tier_color
 from tiered_kv.errors import MissingExtraError
-from tiered_kv.metrics.instruments import count_of
+from tiered_kv.metrics.counters import count_of
 from tiered_kv.workload.tally import GB, Tally
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
 from tiered_kv.config.secrets import HIDDEN, scrub
 from tiered_kv.errors import MissingExtraError, ShutdownError
-from tiered_kv.metrics.instruments import LABELS_MAX, OTHER, is_histogram
+from tiered_kv.metrics.counters import LABELS_MAX, OTHER
+from tiered_kv.metrics.histogram import is_histogram
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
 from tiered_kv.system.threads import give_way
 

@@ -14,9 +14,9 @@ from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
+from tiered_kv.metrics.histogram import quantile
 from tiered_kv.metrics.history.ledger import CPU, REQUEST_ID_CHARACTERS_MAX, EndedRequest
 from tiered_kv.metrics.history.recorder import BlockHistory
-from tiered_kv.metrics.instruments import quantile
 from tiered_kv.reasons import PRESENT, Fate
 from tiered_kv.stack.exporters.metrics import is_finite, numbers_of, safe_label
 from tiered_kv.system.threads import give_way

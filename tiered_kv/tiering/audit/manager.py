@@ -7,7 +7,7 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext, RequestOffloadingContext
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.metrics.instruments import timed
+from tiered_kv.metrics.step_timer import timed
 from tiered_kv.tiering.audit.audit import Audit, AuditRules
 from tiered_kv.tiering.audit.comparison import AuditedGroup
 from tiered_kv.tiering.base import SecondaryTierManager

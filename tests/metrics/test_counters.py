@@ -9,7 +9,8 @@ import pytest
 from tests.support.faulty import FourMethodTier
 from tests.support.obedient import obedient, put, stack_of
 from tests.support.stacks import Register, manager_of
-from tiered_kv.metrics.instruments import NOTICES_MAX, Counters, Notices, count_of, flat_counts
+from tiered_kv.metrics.counters import Counters, count_of, flat_counts
+from tiered_kv.metrics.notices import NOTICES_MAX, Notices
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import make_keys

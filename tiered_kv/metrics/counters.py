@@ -1,0 +1,84 @@
+"""Counters of events, by name and labels, and functions that read their snapshots.
+
+The account of each tier and the tiers themselves count. Any thread may count, and any may read. A name ends with its
+unit, then with `_total` if it only grows. Directions and reasons are labels: such a counter is a dictionary by the
+first label, then by the next. The number of their combinations stays bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from tiered_kv.metrics.histogram import is_histogram
+
+LABELS_MAX: Final = 64
+"""Limit of label combinations of one counter: some labels are words from storage, or from third-party tiers."""
+OTHER: Final = "other"
+"""Replaces the last label of events beyond this limit."""
+
+
+class Counters:
+    """Counts events by name and labels. Any thread may call.
+
+    A plugin returns `snapshot()` from its tier's `stats`. `metrics/vocabulary.py` describes the built-in tiers' names.
+
+    Args:
+        names: Counters without labels. They begin with 0.
+        labelled: Counters with labels. A combination of labels appears with its first event. Beyond `LABELS_MAX`
+            combinations, the last label of a new one is `OTHER`.
+    """
+
+    def __init__(self, names: Iterable[str], labelled: Iterable[str] = ()) -> None:
+        self._counts: dict[tuple[str, ...], int] = {(name,): 0 for name in names}
+        self._labelled = dict.fromkeys(labelled, 0)  # how many combinations of labels each has
+        self._lock = threading.Lock()
+
+    def add(self, name: str, *labels: str, count: int = 1) -> None:
+        """Count `count` events; raises `KeyError` for an unknown name, or labels that are missing or not expected."""
+        path = (name, *labels)
+        with self._lock:
+            if path not in self._counts:
+                if not labels or name not in self._labelled:
+                    raise KeyError(name)
+                if self._labelled[name] < LABELS_MAX:
+                    self._labelled[name] += 1
+                else:
+                    path = (name, *labels[:-1], OTHER)
+            self._counts[path] = self._counts.get(path, 0) + count
+
+    def __getitem__(self, name: str) -> int:
+        """Return a counter without labels."""
+        return self._counts[name,]
+
+    def snapshot(self) -> dict[str, Any]:  # Any: a number, or a dictionary of them by label
+        """Return all counters by name; a counter with labels is a dictionary by label, empty before its first event."""
+        with self._lock:
+            counts = list(self._counts.items())
+        nested: dict[str, Any] = {name: {} for name in self._labelled}
+        for (*above, last), count in counts:
+            inner = nested
+            for step in above:
+                inner = inner.setdefault(step, {})
+            inner[last] = count
+        return nested
+
+
+def flat_counts(counters: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield (name and labels, count) of each counter; histograms are left out."""
+    for name, value in counters.items():
+        if is_histogram(value):
+            continue
+        if isinstance(value, Mapping):
+            yield from (((name, *path), count) for path, count in flat_counts(value))
+        else:
+            yield (name,), value
+
+
+def count_of(counters: Mapping[str, Any], *path: str) -> int:
+    """Return the counter at `path` (a name, then labels), or the sum of all below it; 0 if it is absent."""
+    value: Any = counters  # Any: as `snapshot`
+    for step in path:
+        value = value.get(step, 0) if isinstance(value, Mapping) else 0
+    return sum(count for _, count in flat_counts(value)) if isinstance(value, Mapping) else int(value)

@@ -1,0 +1,69 @@
+"""Histograms: counts of values by size, the bounds of their buckets, and quantiles of their snapshots.
+
+The manager's thread adds times and sizes of jobs, lookups and steps; exporters read on any thread. A histogram's
+buckets never change.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+SECONDS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Buckets of jobs."""
+SHORT_SECONDS: Final = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, *SECONDS)
+"""Buckets of lookups and steps. The shortest lookup is one in a dictionary."""
+BYTES: Final = tuple(float(4 << 10 << shift) for shift in range(0, 20, 2))
+"""Buckets of jobs' sizes: 4 KiB to 1 GiB, by factors of four."""
+INFINITY: Final = "+Inf"
+"""The last bucket."""
+
+
+class Histogram:
+    """Counts of values by size. One thread adds, any thread may read.
+
+    Args:
+        bounds: The largest value of each bucket, rising. A further bucket has all larger values.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def snapshot(self) -> dict[str, Any]:  # Any: a number, or numbers by bucket
+        """Return `sum`, `count`, and `buckets`: the number of values in each, by its largest value."""
+        counts, total = self._counts.copy(), self._sum
+        names = [*map(repr, self._bounds), INFINITY]
+        return {"sum": total, "count": sum(counts), "buckets": dict(zip(names, counts, strict=True))}
+
+
+def is_histogram(value: object) -> bool:
+    """Return whether a value of counters is the snapshot of a histogram."""
+    return isinstance(value, Mapping) and isinstance(value.get("buckets"), Mapping)
+
+
+def quantile(histogram: Mapping[str, Any], share: float) -> float | None:  # Any: as `Histogram.snapshot`
+    """Return an estimate of a quantile; None without values. A share of 0.99 is the 99th percentile.
+
+    It is interpolated within its bucket, as Prometheus' `histogram_quantile` does. In the last bucket it is the largest
+    bound.
+    """
+    rank = share * histogram["count"]
+    if not histogram["count"]:
+        return None
+    below, seen = 0.0, 0
+    for name, count in histogram["buckets"].items():
+        bound = float(name)
+        if count and seen + count >= rank:
+            return below if bound == math.inf else below + (bound - below) * (rank - seen) / count
+        seen, below = seen + count, below if bound == math.inf else bound
+    return below
