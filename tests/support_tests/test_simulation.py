@@ -20,8 +20,8 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.metrics.counters import flat_counts
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
+from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import LookupState
-from tiered_kv.tiering.transfers import Promotions
 from tiered_kv.toolkit.jobs import Part, PartQueue
 from tiered_kv.toolkit.record import RecordStatus
 

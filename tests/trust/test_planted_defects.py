@@ -33,8 +33,8 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.server import allocation
 from tiered_kv.server.memory import HostRegion
 from tiered_kv.tiering.base import JobMetadata, JobResult
+from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import SubmittedJob
-from tiered_kv.tiering.transfers import Cascade
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier

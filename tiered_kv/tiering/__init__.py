@@ -12,7 +12,8 @@ requests      the state of each request, and the manager's limits
 search        asking the tiers, in order, for a block that the primary tier lacks
 prefetch      promotions that begin before a request looks its blocks up
 pace          whether a load arrives sooner than the engine computes
-transfers     stores to the tiers (cascade) and loads from them (promotion)
+cascade       offering blocks to the tiers, and storing those that they select
+promotions    loading blocks from the tiers, and holding them for requests
 guarded       one tier with its budgets, breaker, admission and deadlines
 gates         these budgets, the breaker and the admission
 write_budget  which blocks a tier stores if it may write only so much an hour

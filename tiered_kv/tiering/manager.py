@@ -28,13 +28,14 @@ from tiered_kv.system.threads import PAUSES_MAX, STEP
 from tiered_kv.tiering.account import EventSink, PrimaryAccount
 from tiered_kv.tiering.answers import checked_flag, tier_exceptions
 from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.interface import CalledManager
 from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.prefetch import Prefetches
+from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
 from tiered_kv.tiering.search import Search, ask_tier
-from tiered_kv.tiering.transfers import Cascade, Promotions
 from tiered_kv.tiering.uses import Uses
 
 _DRAIN_POLL_S = 0.0005

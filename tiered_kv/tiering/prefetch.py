@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadingManager, OffloadKey
+from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import RequestState
 from tiered_kv.tiering.search import Search
-from tiered_kv.tiering.transfers import Promotions
 
 PREFETCH_KEYS = 256
 """Keys that all prefetches together look up in a step."""

@@ -12,8 +12,8 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import RequestState
-from tiered_kv.tiering.transfers import Promotions
 
 PATIENCE_S: Final = 0.02
 """After this wait, a request gets room before requests that came later. Before it, the next request that asks gets the

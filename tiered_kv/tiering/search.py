@@ -14,9 +14,9 @@ from tiered_kv.reasons import TOO_SLOW, Fate, reason_of
 from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import computed_blocks
+from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import PAUSE_S_MAX, RequestState, RequestTable
 from tiered_kv.tiering.room import RoomQueue
-from tiered_kv.tiering.transfers import Promotions
 
 _Lookup = Callable[[OffloadKey, ReqContext], bool | None]
 
