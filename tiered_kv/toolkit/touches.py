@@ -5,6 +5,7 @@ The scheduler's thread calls all methods but `set_interval`, and does no I/O. A 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +35,8 @@ class Touches:
     ) -> None:
         self._write = write
         self._interval_s = interval_s
-        self._begun_s = self._due_s = time.monotonic()
+        self._begun_s = time.monotonic()
+        self._asked_s = -math.inf  # when the thread was asked to write last
         self._young: set[OffloadKey] = set()
         self._old: set[OffloadKey] = set()
         self._waiting: deque[list[OffloadKey]] = deque(maxlen=WAITING_MAX)
@@ -53,8 +55,9 @@ class Touches:
         if new := [key for key in keys if key not in young and key not in old]:
             young.update(new)
             self._waiting.append(new)
-        if self._waiting and now_s >= self._due_s and not self._is_stopped:
-            self._due_s = now_s + min(PAUSE_S, self._interval_s / 2)
+        pause_s = min(PAUSE_S, self._interval_s / 2)  # of now: a sweep may have made the interval shorter since
+        if self._waiting and now_s >= self._asked_s + pause_s and not self._is_stopped:
+            self._asked_s = now_s
             self._task.ask()
 
     def take_absent(self) -> list[OffloadKey]:
