@@ -25,4 +25,5 @@ from tiered_kv_host.settings import HostTierSettings
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     load = imported("tiered_kv_host.tier:HostTier")
-    return [TierType("host", HostTierSettings, load, "The server of this host's cache.", is_shared=True)]
+    about = "The server of this host's cache."
+    return [TierType("host", HostTierSettings, load, about, is_shared=True, is_host_client=True)]

@@ -20,13 +20,14 @@ import lmcache
 from pydantic import Field, field_validator
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.hooks import tier_type_of
 from tiered_kv.config.namespace import Label, Namespace, Seed
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import Count
 from tiered_kv.config.validation import validate
 from tiered_kv.direct import DirectTiers
-from tiered_kv.direct.tiers import OWN_STORAGE, part_of
+from tiered_kv.direct.tiers import part_of
 from tiered_kv.engines.settings import HostSettings, UserNamespace
 from tiered_kv.errors import ConfigError, ResourceError, ShutdownError, TieredKVError, TierError
 from tiered_kv.system.threads import start_thread
@@ -107,7 +108,7 @@ class Places:
 
     def __init__(self, settings: AdapterSettings) -> None:
         self.opening = threading.Lock()  # held while a set opens, so that no two take the last room in a directory
-        divides = any(tier.type in OWN_STORAGE for tier in settings.tiers)
+        divides = any(not tier_type_of(tier).is_shared for tier in settings.tiers)
         self.count = settings.sets if divides else max(settings.sets, SHARED_SETS_MAX)
         self.free = self.count
         """The thread that opens changes it."""
@@ -311,15 +312,18 @@ def namespace_of(model: str, layout: str, settings: AdapterSettings) -> Namespac
 
 def may_have_blocks(tiers: Sequence[TierSettings], directory: str) -> bool:
     """Return whether there may be blocks of a layout: in shared storage, or in its `directory`."""
-    own = [part_of(tier, directory, Fraction(1)) for tier in tiers if tier.type in OWN_STORAGE]
-    return len(own) < len(tiers) or any(Path(tier.path).is_dir() for tier in own if hasattr(tier, "path"))
+    for tier in tiers:
+        place = part_of(tier, directory, Fraction(1)).storage_facts().directory
+        if tier_type_of(tier).is_shared or (Path(place).exists() if place else tier_type_of(tier).is_lasting):
+            return True
+    return False
 
 
 def own_part(tier: TierSettings, directory: str, sets: int) -> TierSettings:
     """Return a tier's settings for one of `sets` layouts: a part of the capacity, and a directory."""
     own = part_of(tier, directory, Fraction(1, sets))
-    path = Path(getattr(tier, "path", ""))
-    if tier.type == "nvme" and path.is_dir():
+    path = Path(tier.storage_facts().directory or "")
+    if own is not tier and path.name and path.is_dir():
         others = sorted(
             each.name for each in path.iterdir() if _DIRECTORY.fullmatch(each.name) and each.name != directory
         )

@@ -25,4 +25,5 @@ from tiered_kv_memory.settings import MemorySettings
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     load = imported("tiered_kv_memory.tier:MemoryTier")
-    return [TierType("memory", MemorySettings, load, "Records in this process's memory, gone with it.")]
+    about = "Records in this process's memory, gone with it."
+    return [TierType("memory", MemorySettings, load, about, is_lasting=False)]

@@ -101,6 +101,10 @@ class NvmeTier(BlockingTier):
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._pool.events.take(self.block_bytes, self.name)
 
+    @property
+    def relocated_blocks(self) -> int:
+        return self._store.counters["relocated_blocks_total"]
+
     def stats(self) -> Mapping[str, Any]:
         return {**super().stats(), **self._store.stats()}
 

@@ -23,10 +23,10 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_context, get_device, get_parallel, get_server_args, process_model_config
 from sglang.srt.server_args import ServerArgs
 
+from tiered_kv.config.hooks import tier_type_of
 from tiered_kv.config.namespace import Namespace, Parallel
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import validate
-from tiered_kv.direct.tiers import OWN_STORAGE
 from tiered_kv.engines.facts import (
     computing_packages,
     content_of,
@@ -89,13 +89,14 @@ def read_settings(
     raw = extra_config["tiers"]
     assert isinstance(raw, (list, tuple))
     for number, (tier, entry) in enumerate(zip(settings.tiers, raw, strict=True)):
-        path = entry.get("path") if tier.type in OWN_STORAGE else None
+        setting = tier.storage_settings.directory
+        path = None if tier_type_of(tier).is_shared else entry.get(setting)
         for name, count in processes.items():
-            if path is not None and count > 1 and f"${{{name}" not in path:
+            if isinstance(path, str) and count > 1 and f"${{{name}" not in path:
                 raise ConfigError(
                     f"{count} processes would have one directory, which belongs to one; write ${{{name}}} into it, "
                     f"such as {path}-${{{name}}}; the capacity is that of each",
-                    location=f"{LOCATION}.tiers.{number}.path",
+                    location=f"{LOCATION}.tiers.{number}.{setting}",
                 )
     return settings
 
@@ -270,7 +271,7 @@ def check_sharing(config: HiCacheStorageConfig, settings: HiCacheSettings) -> No
     if not config.is_mla_model or config.tp_size == 1:
         return
     for number, tier in enumerate(settings.tiers):
-        if tier.type in OWN_STORAGE:
+        if not tier_type_of(tier).is_shared:
             raise ConfigError(
                 f"found '{tier.type}', whose storage belongs to one process. The pages of this model are the same on "
                 f"all {config.tp_size} tensor parallel ranks: SGLang stores them on the first and loads them on all. "

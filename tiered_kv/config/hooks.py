@@ -65,9 +65,12 @@ class TierType:
         description: One line for `tiered-kv plugins`.
         administration: Imports and returns the class that `tiered-kv purge` and `inspect` use; it is constructed with
             the settings alone. Optional.
-        is_shared: Whether several servers can share its storage.
+        is_shared: Whether several processes, and several kinds of blocks, use its storage together. If not, each has a
+            part of its own: see `TierSettings.part_of_storage`.
         key_store: Imports and returns the class that simulates the tier in `tiered-kv simulate`; by default a cache
             that evicts the least recently used block.
+        is_lasting: Whether its blocks outlive the process.
+        is_host_client: Whether it is a client of a host's server. That server's own stack cannot have it.
     """
 
     name: str
@@ -77,6 +80,8 @@ class TierType:
     administration: Callable[[], type[TierAdministration]] | None = None
     is_shared: bool = False
     key_store: Callable[[], type[KeyStore]] | None = None
+    is_lasting: bool = True
+    is_host_client: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _TYPE_NAME.fullmatch(self.name):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Final, Self
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import PurePath
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -15,7 +19,8 @@ from pydantic import (
 )
 
 from tiered_kv.config.secrets import HIDDEN, redact, secrets_in, texts_in, variables_in
-from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds
+from tiered_kv.config.units import Bytes, BytesPerDay, Count, Seconds, format_bytes, parse_bytes
+from tiered_kv.errors import ConfigError
 from tiered_kv.system.limits import Take
 
 PRIMARY_NAME: Final = "cpu"
@@ -96,8 +101,28 @@ def _shown(value: object, name: str) -> object:
     return redact(value, name)
 
 
+class StorageSettings(NamedTuple):
+    """The names of the settings that say where a tier keeps blocks, how many bytes of them, and how long."""
+
+    directory: str = "path"
+    capacity: str = "capacity"
+    ttl: str = "ttl"
+
+
+@dataclass(frozen=True, slots=True)
+class StorageFacts:
+    """What a tier's settings say of its storage; None where they say nothing."""
+
+    directory: str | None = None
+    capacity_bytes: int | None = None
+    ttl_s: float | None = None
+
+
 class TierSettings(StrictModel):
     """The settings that every secondary tier has. A tier's author adds fields in a subclass."""
+
+    storage_settings: ClassVar[StorageSettings] = StorageSettings()
+    """A subclass whose fields are called otherwise names them here, for `storage_facts` and `part_of_storage`."""
 
     __slots__ = ("_tier_type",)
     """What `hooks.tier_type_of` found for `type`. It is no setting: no copy, comparison or text has it."""
@@ -162,6 +187,47 @@ class TierSettings(StrictModel):
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
         """Return what an open tier takes of this process's limits at most; its settings are named as in its entry."""
         return ()
+
+    def storage_facts(self) -> StorageFacts:
+        """Return where the tier keeps blocks, how many bytes of them, and how long.
+
+        The history, `tiered-kv simulate` and messages use it. A field that is missing, or has another type, is None.
+        """
+        found = {name: getattr(self, setting, None) for name, setting in self.storage_settings._asdict().items()}
+        directory, capacity, ttl = found["directory"], found["capacity"], found["ttl"]
+        return StorageFacts(
+            os.fspath(directory) if isinstance(directory, (str, PurePath)) else None,
+            capacity if isinstance(capacity, int) else None,
+            float(ttl) if isinstance(ttl, (int, float)) else None,
+        )
+
+    def part_of_storage(self, directory: str, share: Fraction) -> Self:
+        """Return these settings for a part of a storage that is not shared: a directory of its own, and less capacity.
+
+        Args:
+            directory: A name for a directory below the tier's own. A tier without a directory ignores it.
+            share: The part of the capacity; more than 0 and at most 1.
+
+        Raises:
+            ConfigError: The capacity cannot be divided.
+        """
+        names, facts = self.storage_settings, self.storage_facts()
+        update: dict[str, object] = {}
+        if facts.directory is not None:
+            own = getattr(self, names.directory)
+            update[names.directory] = own / directory if isinstance(own, PurePath) else f"{own}/{directory}"
+        if facts.capacity_bytes is not None:
+            update[names.capacity] = int(facts.capacity_bytes * share)
+        elif share < 1 and (text := getattr(self, names.capacity, None)) is not None:  # an argument of a class
+            try:
+                update[names.capacity] = format_bytes(int(parse_bytes(text) * share))
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    f"tier '{self.name}': expected a size, since several kinds of blocks divide it; found "
+                    f"{redact(text, names.capacity)!r}",
+                    location=names.capacity,
+                ) from None
+        return self.model_copy(update=update)
 
     @model_validator(mode="after")
     def _has_one_admission(self) -> Self:

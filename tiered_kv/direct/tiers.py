@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.config.hooks import tier_settings
+from tiered_kv.config.hooks import tier_settings, tier_type_of
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock
@@ -31,9 +31,6 @@ from tiered_kv.system.limits import compare, require
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.guarded import GuardedTier
-
-OWN_STORAGE = ("nvme", "memory")
-"""Tier types whose storage belongs to one process and one namespace. Storage of other types is shared."""
 
 BUDGET_BYTES_MAX: Final = 256 << 20
 """Limit of the default budgets. `job_timeout` runs from the submission, so no job should wait long in a tier."""
@@ -286,15 +283,11 @@ def _bytes_of(memory: Any, block_bytes: int) -> memoryview:  # Any: as in `Direc
 
 
 def part_of(tier: TierSettings, directory: str, share: Fraction) -> TierSettings:
-    """Return a tier's settings for one of several kinds of blocks: in `OWN_STORAGE`, a directory below its path.
+    """Return a tier's settings for one of several kinds of blocks: a part of its storage, if that is not shared.
 
-    Args:
-        share: The part of the capacity that this kind gets; more than 0 and at most 1.
+    The arguments are those of `TierSettings.part_of_storage`.
+
+    Raises:
+        ConfigError: The storage cannot be divided.
     """
-    if tier.type not in OWN_STORAGE:
-        return tier
-    own: Any = tier  # Any: only the plugin knows the type
-    update: dict[str, object] = {"capacity": int(own.capacity * share)}
-    if hasattr(own, "path"):
-        update["path"] = f"{own.path}/{directory}"
-    return tier.model_copy(update=update)
+    return tier if tier_type_of(tier).is_shared else tier.part_of_storage(directory, share)

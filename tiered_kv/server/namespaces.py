@@ -6,10 +6,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.secrets import error_text
@@ -79,7 +81,7 @@ class Namespaces:
             raise ConfigError(message, location="audit")
         tiers = self._raw.get("secondary")
         for number, tier in enumerate(tiers if isinstance(tiers, list) else ()):
-            if isinstance(tier, Mapping) and tier.get("type") == "host":
+            if isinstance(tier, Mapping) and _is_host_client(tier.get("type")):
                 raise ConfigError("a server has the host's cache: leave this tier out", location=f"secondary.{number}")
         self._hosts: dict[bytes, Host] = {}
         self._opening: dict[bytes, list[Opened]] = {}
@@ -216,6 +218,12 @@ class Namespaces:
                 location="namespace",
             )
         return idle
+
+
+def _is_host_client(tier_type: object) -> bool:
+    with suppress(ConfigError):  # of a type that is unknown, for example: the opening says so
+        return isinstance(tier_type, str) and ":" not in tier_type and tier_plugins().resolve(tier_type).is_host_client
+    return False
 
 
 def _shown(name: str | None, tier: Mapping[str, object]) -> str:

@@ -325,11 +325,11 @@ def _history(config: StackConfig, *, has_thread: bool) -> BlockHistory | None:
     names = [PRIMARY_NAME]
     ttl_s: list[float | None] = [None]
     blocks: list[int | None] = [config.primary_blocks]
-    for tier in config.secondary:  # third-party settings may have any type
-        ttl, size = getattr(tier, "ttl", None), getattr(tier, "capacity", None)
+    for tier in config.secondary:
+        facts = tier.storage_facts()
         names.append(tier.name)
-        ttl_s.append(float(ttl) if isinstance(ttl, (int, float)) else None)
-        blocks.append(size // config.block.bytes if isinstance(size, int) else None)
+        ttl_s.append(facts.ttl_s)
+        blocks.append(None if facts.capacity_bytes is None else facts.capacity_bytes // config.block.bytes)
     return BlockHistory(config.history, names, ttl_s, blocks=blocks, has_thread=has_thread)
 
 

@@ -137,6 +137,14 @@ class SecondaryTierManager(ABC):
         """How many lookups were answered with False because the answer was unknown. The breaker watches it."""
         return 0
 
+    @property
+    def relocated_blocks(self) -> int:
+        """How many blocks the tier has written again inside its storage, as to make room. A `write_budget` counts them.
+
+        Reads memory only.
+        """
+        return 0
+
     def explain_failure(self, reason: str) -> str:
         """Return what failed last for a job's `reason`, and what to do, for the log; empty if that is not known.
 

@@ -112,8 +112,8 @@ def _within_its_time(
 
 def where_of(settings: TierSettings) -> str:
     """Return the directory in a tier's settings, for messages; an empty string if it has none."""
-    path = getattr(settings, "path", None)
-    return f" from {path}" if isinstance(path, str) else ""
+    directory = settings.storage_facts().directory
+    return "" if directory is None else f" from {directory}"
 
 
 def _shut_down(tier: SecondaryTierManager) -> None:

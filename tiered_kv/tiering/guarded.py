@@ -124,6 +124,7 @@ class GuardedTier:
         self._clock = clock
         self._block_bytes = block_bytes
         self._lookup_failures = 0
+        self._relocated_blocks = 0
         self._counts_failures = self.overrides("lookup_failures")
         self._has_clock = self.admission.has_clock
         # All jobs have the same timeout, so the order of submission is the order of deadlines.
@@ -354,9 +355,8 @@ class GuardedTier:
         self.account.reset([job.metadata for job in self.jobs.values()])
 
     def _moved_blocks(self) -> int:
-        """Return how many blocks the tier reports as relocated within its storage."""
-        count = self._stats().get("relocated_blocks_total")
-        return count if isinstance(count, int) else 0
+        self._relocated_blocks = self._ask("relocated_blocks", operator.index, self._relocated_blocks)
+        return self._relocated_blocks
 
     def _stats(self) -> dict[str, Any]:
         return self._ask("stats", checked_stats, {})

@@ -83,6 +83,7 @@ class IsolatedTier(WrapperTier):
         self._lookup_exceptions = 0
         self._inner_failures = 0  # `inner.lookup_failures`, read once a round
         self._stats: Mapping[str, Any] = {}  # `inner.stats()`, read at the start, after each job and at the end
+        self._relocated_blocks = 0  # `inner.relocated_blocks`, read with them
         self._is_closing = False
         self._resets = 0  # written by the scheduler's thread
         self._resets_made = 0  # by the tier's own thread
@@ -104,6 +105,10 @@ class IsolatedTier(WrapperTier):
     @property
     def lookup_failures(self) -> int:
         return self._lookup_exceptions + self._inner_failures + self._lookups.timeouts
+
+    @property
+    def relocated_blocks(self) -> int:
+        return self._relocated_blocks
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         self._stores.append((self._resets, job_metadata))
@@ -317,6 +322,7 @@ class IsolatedTier(WrapperTier):
 
     def _note_stats(self) -> None:
         self._stats = checked_stats(self.inner.stats())
+        self._relocated_blocks = operator.index(self.inner.relocated_blocks)
 
     def _reset(self) -> None:
         self._questions.clear()

@@ -139,6 +139,10 @@ class LateTier(SecondaryTierManager):
     def lookup_failures(self) -> int:
         return 0 if self._inner is None else self._inner.lookup_failures
 
+    @property
+    def relocated_blocks(self) -> int:
+        return 0 if self._inner is None else self._inner.relocated_blocks
+
     def submit_store(self, job_metadata: JobMetadata) -> None:
         if self._inner is not None:
             self._inner.submit_store(job_metadata)

@@ -62,6 +62,10 @@ class WrapperTier(SecondaryTierManager):
         return self.inner.lookup_failures
 
     @property
+    def relocated_blocks(self) -> int:
+        return self.inner.relocated_blocks
+
+    @property
     def has_saved_reset(self) -> bool:
         return self.inner.has_saved_reset
 

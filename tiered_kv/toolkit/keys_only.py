@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import ClassVar
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.toolkit.codecs import CODEC_IDS, ENCRYPTED_IDS
+from tiered_kv.toolkit.codecs import CODEC_IDS, ENCRYPTED_IDS, CodecSettings
 from tiered_kv.toolkit.encryption import ENVELOPE_BYTES
 from tiered_kv.toolkit.record import HEADER_BYTES
 
@@ -37,17 +37,17 @@ class KeyStore:
 
     def __init__(self, settings: TierSettings, block_bytes: int, clock: Callable[[], float]) -> None:
         self.clock = clock
-        encrypts = CODEC_IDS.get(getattr(settings, "codec", "raw")) in ENCRYPTED_IDS
+        encrypts = isinstance(settings, CodecSettings) and CODEC_IDS[settings.codec] in ENCRYPTED_IDS
         self.overhead_bytes = ENVELOPE_BYTES if encrypts else 0
         self.record_bytes = self.room_bytes(HEADER_BYTES + block_bytes + self.overhead_bytes)
-        # The settings of a third-party tier may have other types.
-        capacity, ttl = getattr(settings, "capacity", None), getattr(settings, "ttl", None)
-        self.capacity_bytes = capacity if isinstance(capacity, int) else None
-        self.ttl_s = float(ttl) if isinstance(ttl, (int, float)) else None
+        facts = settings.storage_facts()
+        self.capacity_bytes, self.ttl_s = facts.capacity_bytes, facts.ttl_s
         self.written_blocks = self.moved_blocks = self.read_blocks = self.evicted_blocks = self.lookup_requests = 0
         self._written_s: OrderedDict[OffloadKey, float] = OrderedDict()  # the next to evict first
         if self.capacity_bytes is not None and self.capacity_bytes < self.record_bytes:
-            raise ConfigError(f"{self.capacity_bytes} bytes do not hold one block", location="capacity")
+            raise ConfigError(
+                f"{self.capacity_bytes} bytes do not hold one block", location=settings.storage_settings.capacity
+            )
 
     @staticmethod
     def room_bytes(record_bytes: int) -> int:
@@ -149,8 +149,9 @@ class KeysOnlyTier(SecondaryTierManager):
         absent, self._absent = self._absent, []
         return absent
 
-    def stats(self) -> Mapping[str, int]:
-        return {"relocated_blocks_total": self._keys.moved_blocks}
+    @property
+    def relocated_blocks(self) -> int:
+        return self._keys.moved_blocks
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._noted.discard(req_context.req_id)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
+from typing import Self
 
 from pydantic import Field
 
@@ -14,6 +16,10 @@ class SqliteSettings(TierSettings):
 
     path: str = Field(min_length=1, description="The database's file.")
     capacity: Bytes = Field(ge=1 << 16, description="Bytes that the database's file may have.")
+
+    def part_of_storage(self, directory: str, share: Fraction) -> Self:
+        """Return these settings for a part of the storage: a database beside this one, since it is no directory."""
+        return super().part_of_storage(directory, share).model_copy(update={"path": f"{self.path}-{directory}"})
 
 
 def _load() -> type[SecondaryTierManager]:
