@@ -30,7 +30,7 @@ class KeyedNames(WrapperTier):
 
     def __init__(self, spec: object, view: memoryview, tier_type: str, *, secret: str, inner: Mapping[str, object]):
         super().__init__(SecondaryTierFactory.create(spec, view, inner))
-        self._mac = hashlib.blake2b(getattr(spec, "namespace_digest", b""), digest_size=32, key=bytes.fromhex(secret))
+        self._mac = hashlib.blake2b(self.tier_spec.namespace_digest, digest_size=32, key=bytes.fromhex(secret))
         self._key_of: dict[int, dict[OffloadKey, OffloadKey]] = {}  # the names of each job in flight
 
     def name_of(self, key: OffloadKey) -> OffloadKey:

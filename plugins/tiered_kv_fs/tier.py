@@ -18,6 +18,7 @@ from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.system.limits import disk_need
 from tiered_kv.system.threads import BackgroundTask, DaemonThreads
+from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.aio import AsyncTier, uninterrupted
 from tiered_kv.toolkit.claimed import Identity, as_line
 from tiered_kv.toolkit.epoch import Epoch
@@ -70,9 +71,9 @@ class FsTier(AsyncTier):
         block_bytes = block_bytes_of(primary_kv_view)
         self._record_bytes = HEADER_BYTES + block_bytes + self._codecs.overhead_bytes
         _sizes(settings.capacity, block_bytes, self._record_bytes, Allocation())
-        digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
-        name = getattr(offloading_spec, "name", None) or tier_type
-        identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
+        spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)
+        name = spec.name
+        identity = Identity(spec.namespace_digest, spec.namespace, block_bytes)
         self._directory = Directory(
             settings.path, identity, tier=name, private=settings.private, required_mount=settings.required_mount
         )
@@ -100,7 +101,7 @@ class FsTier(AsyncTier):
             raise self._directory.claimed.unavailable(error) from error
         self._files = BlockFiles(
             self._directory.namespace_path,
-            digest,
+            spec.namespace_digest,
             self._grants.owner,
             block_bytes,
             self._codecs,

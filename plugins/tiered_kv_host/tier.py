@@ -22,6 +22,7 @@ from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import Hello
 from tiered_kv.stack.calls import PAUSE_MIN_S, pause
 from tiered_kv.stack.facade import rows_of
+from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv.toolkit.touches import Touches
 from tiered_kv_host.settings import HostTierSettings
@@ -71,9 +72,7 @@ class HostTier(BlockingTier):
         self._lock = threading.Lock()  # guards the manager and the region; held for no copy
         self._numbers = itertools.count()
         name = f"{self.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        attachment = Attachment(
-            settings.socket, Hello(name, "scheduler", settings=_told(offloading_spec, self.block_bytes))
-        )
+        attachment = Attachment(settings.socket, Hello(name, "scheduler", settings=_told(self.tier_spec)))
         attachment.connect()
         self._manager = ProgramManager(attachment, on_attached=self._attached)
         self._idle_poll = IdlePoll(self._manager, self._lock)
@@ -283,12 +282,12 @@ def copy_blocks(
                 view[:] = array[row]
 
 
-def _told(offloading_spec: Any, block_bytes: int) -> dict[str, Any]:  # Any: an engine's, and JSON
+def _told(spec: TierSpec) -> dict[str, Any]:  # Any: JSON
     """Return the namespace and block of a spec, as in a stack's file."""
-    described: Mapping[str, Any] = getattr(offloading_spec, "namespace", {})
+    described = spec.namespace
     namespace = described.get("namespace")
     if isinstance(namespace, Mapping) and "block" in described:
         # They leave out how the model is split where no byte depends on it.
         return {"namespace": {"parallel": {"same_bytes_on_every_rank": True}, **namespace}, "block": described["block"]}
-    digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
-    return {"namespace": {"model": "unknown", "extra": {"namespace": digest.hex()}}, "block": {"bytes": block_bytes}}
+    extra = {"namespace": spec.namespace_digest.hex()}
+    return {"namespace": {"model": "unknown", "extra": extra}, "block": {"bytes": spec.block_bytes}}

@@ -49,7 +49,6 @@ class MemoryTier(BlockingTier):
         super().__init__(
             offloading_spec, primary_kv_view, tier_type, threads=_THREADS, lookup_timeout_s=settings.lookup_timeout
         )
-        self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
         self._codecs = settings.open_codecs()
         self._capacity_bytes = settings.capacity
         self._record_bytes = HEADER_BYTES + self.block_bytes + self._codecs.overhead_bytes  # at most
@@ -68,7 +67,7 @@ class MemoryTier(BlockingTier):
         self._remains: deque[OrderedDict[OffloadKey, _Record]] = deque()  # from before resets; nobody finds them
         self._counters = Counters(*own_names("memory"))
         self._absent: deque[OffloadKey] = deque(maxlen=_ABSENT_MAX)  # touched; the scheduler's
-        self._events = EventLog(getattr(offloading_spec, "wants_events", False))
+        self._events = EventLog(self.tier_spec.wants_events)
 
     # Worker threads.
 
@@ -179,7 +178,7 @@ class MemoryTier(BlockingTier):
         records: dict[OffloadKey, _Record] = {}
         try:
             for key, block in absent:
-                header, payload = encode_record(key, block, self._namespace_digest, self._codecs)
+                header, payload = encode_record(key, block, self.tier_spec.namespace_digest, self._codecs)
                 records[key] = _Record(bytearray().join((header, payload)))
         finally:
             with self._records_lock:
@@ -207,7 +206,7 @@ class MemoryTier(BlockingTier):
             for key, block, record in found:
                 data = memoryview(record.data)
                 header, payload = data[:HEADER_BYTES], data[HEADER_BYTES:]
-                status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
+                status = decode_record(header, payload, key, block, self.tier_spec.namespace_digest, self._codecs)
                 if status is not RecordStatus.OK:
                     reasons[key] = status.value
         finally:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
+from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.claimed import Identity, absolute, as_line
 from tiered_kv.toolkit.jobs import Outcome
@@ -45,10 +46,11 @@ class NvmeTier(BlockingTier):
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: NvmeSettings
     ) -> None:
         # What may fail comes first: a tier that was not opened must hold no view of the region.
-        self._store = _open_store(offloading_spec, primary_kv_view, tier_type, settings)
+        spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)
+        self._store = _open_store(spec, primary_kv_view, settings)
         try:
             super().__init__(
-                offloading_spec,
+                spec,
                 primary_kv_view,
                 tier_type,
                 threads=settings.threads,
@@ -130,12 +132,9 @@ class NvmeTier(BlockingTier):
         self._store.close()
 
 
-def _open_store(
-    offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: NvmeSettings
-) -> SegmentStore:
+def _open_store(spec: TierSpec, primary_kv_view: memoryview, settings: NvmeSettings) -> SegmentStore:
     block_bytes = block_bytes_of(primary_kv_view)
-    digest = getattr(offloading_spec, "namespace_digest", bytes(16))
-    identity = Identity(digest, getattr(offloading_spec, "namespace", {}), block_bytes)
+    identity = Identity(spec.namespace_digest, spec.namespace, block_bytes)
     codecs = settings.open_codecs()
     options = StoreOptions(
         sizing=Sizing.of(
@@ -152,12 +151,12 @@ def _open_store(
         room_timeout_s=min(_ROOM_TIMEOUT_MAX_S, settings.job_timeout / 2),
         private=settings.private,
         required_mount=settings.required_mount,
-        wants_events=getattr(offloading_spec, "wants_events", False),
-        is_in_pages=getattr(offloading_spec, "memory", None) is None
+        wants_events=spec.wants_events,
+        is_in_pages=spec.memory is None
         and block_bytes % PAGE_BYTES == 0
         and address_of(primary_kv_view) % PAGE_BYTES == 0,
     )
-    tier = getattr(offloading_spec, "name", None) or tier_type
+    tier = spec.name
     store = SegmentStore(settings.path, identity, options, tier=tier)
     with suppress(OSError):  # the first store meets it too
         description = store.describe()

@@ -13,6 +13,7 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.system.log_limit import LogLimit
+from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.failure_texts import OF_LOOKUPS
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
@@ -53,8 +54,8 @@ class RedisTier(BlockingTier):
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: RedisSettings
     ) -> None:
-        name = getattr(offloading_spec, "name", None) or tier_type
-        digest = getattr(offloading_spec, "namespace_digest", bytes(16))
+        spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)
+        name, digest = spec.name, spec.namespace_digest
         self._settings = settings
         self._counters = Counters(*own_names("redis"))
         self._limit = LogLimit()
@@ -64,14 +65,14 @@ class RedisTier(BlockingTier):
         try:
             block_bytes = block_bytes_of(primary_kv_view)
             self._stored = Blocks(settings, self._topology, self._counters, block_bytes, digest, self._note_failures)
-            self._keyspace = KeySpace(self._topology, digest, getattr(offloading_spec, "namespace", {}), name)
+            self._keyspace = KeySpace(self._topology, digest, spec.namespace, name)
             refusal = self._contact()
             if refusal in why.REFUSALS:
                 raise TierUnavailableError(self._topology.sentence(refusal), tier=name, operation="open")
             if refusal:
                 _log.warning("tier '%s' is used as soon as it can be: %s", name, self._topology.sentence(refusal))
             super().__init__(
-                offloading_spec,
+                spec,
                 primary_kv_view,
                 tier_type,
                 threads=settings.connections,

@@ -14,6 +14,7 @@ from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.reasons import UNREADABLE
 from tiered_kv.system.threads import BackgroundTask
+from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.codecs import ThreadBuffer
 from tiered_kv.toolkit.epoch import Epoch
@@ -58,7 +59,8 @@ class S3Tier(BlockingTier):
     """
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: S3Settings) -> None:
-        self._name = name = getattr(offloading_spec, "name", None) or tier_type
+        spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)
+        self._name = name = spec.name
         self._settings = settings
         self._codecs = settings.open_codecs()
         self._room = ThreadBuffer()  # for compressed or encrypted payloads
@@ -66,14 +68,13 @@ class S3Tier(BlockingTier):
         if settings.capacity is not None and settings.capacity < record_bytes:
             what = f"{settings.capacity} bytes do not hold one record of {record_bytes} bytes"
             raise ConfigError(what, location="capacity")
-        self._namespace_digest: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
-        self._naming = Naming(settings.prefix, self._namespace_digest)
+        self._naming = Naming(settings.prefix, spec.namespace_digest)
         self._account = Account(settings, name)
         self._counters = self._account.counters
         self._bucket = Bucket(settings, self._account)
         self._control = Control(self._account, settings, name, record_bytes)
         super().__init__(
-            offloading_spec,
+            spec,
             primary_kv_view,
             tier_type,
             threads=settings.connections,
@@ -87,7 +88,6 @@ class S3Tier(BlockingTier):
         )
         self._presence = Presence(self._bucket, self._counters, settings.presence_ttl, self._probe.note_silence)
         self._loaded_s = -math.inf  # the last answer of the bucket to a load
-        self._namespace: Mapping[str, object] = getattr(offloading_spec, "namespace", {})
         self._is_described = False
         self._saving = BackgroundTask(partial(self._epoch.try_to_save, _SAVE_S), f"tiered-kv-{name}-reset")
         self._sweeper = Sweeper(
@@ -240,7 +240,7 @@ class S3Tier(BlockingTier):
         if self._presence.known(name) is Verdict.DONE:
             self._counters.add("present_blocks_total")
             return ""
-        header, payload = encode_record(key, block, self._namespace_digest, self._codecs, self._room.take)
+        header, payload = encode_record(key, block, self.tier_spec.namespace_digest, self._codecs, self._room.take)
         verdict = self._bucket.put(name, [header, payload], deadline)
         if verdict is not Verdict.DONE:
             return verdict
@@ -269,7 +269,7 @@ class S3Tier(BlockingTier):
             if verdict is not Verdict.DONE:
                 return self._note_failed_get(name, verdict, asked_s, deadline)
             self._loaded_s = time.monotonic()
-            status = decode_record(header, payload, key, block, self._namespace_digest, self._codecs)
+            status = decode_record(header, payload, key, block, self.tier_spec.namespace_digest, self._codecs)
             if status is RecordStatus.OK:
                 self._presence.note(name, Verdict.DONE, asked_s)
                 self._sweeper.note_load(name, ages[-1])
@@ -310,7 +310,9 @@ class S3Tier(BlockingTier):
         if self._is_described:
             return
         self._is_described, verdict = True, Verdict.UNAVAILABLE
-        text = json.dumps({"format": 1, "namespace": dict(self._namespace)}, indent=1, sort_keys=True, default=str)
+        text = json.dumps(
+            {"format": 1, "namespace": dict(self.tier_spec.namespace)}, indent=1, sort_keys=True, default=str
+        )
         try:
             verdict = self._bucket.put(self._naming.namespace, [text.encode()], deadline)
         finally:

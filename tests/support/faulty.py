@@ -162,7 +162,7 @@ class LyingTier(JobWrapperTier):
         shape = inner._primary_kv_view.shape
         assert shape is not None
         self._num_blocks, self._block_bytes = shape
-        memory = getattr(inner._offloading_spec, "memory", None)
+        memory = inner.tier_spec.memory
         self._row_bytes = self._block_bytes if memory is None else 1
         self._region = (inner._primary_kv_view if memory is None else memory).cast("B")
         self._lie = lie

@@ -40,6 +40,7 @@ from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.tier import NvmeTier
 
 NUM_BLOCKS = 16
+NAMESPACE = bytes(range(16))
 BLOCK_BYTES = 512
 AUDIT = AuditRules(share=0.5, tolerance=0.0)
 REDIS_EXAMPLES = 20
@@ -107,7 +108,7 @@ def open_stack_over(
         faults: dict[str, Callable[[bool], None]] = {}
         for number, make_tier in enumerate(make_tiers):
             name, gate = f"tier-{number}", Gate()
-            tier = make_tier(TierSpec(name, BLOCK_BYTES), region.kv_view, directory)
+            tier = make_tier(TierSpec(name, BLOCK_BYTES, NAMESPACE), region.kv_view, directory)
             failing = FailingTier(PromptTier(tier))
             tiers.append(WatchedTier(HeldJobsTier(failing, gate), ledger))
             faults[f"{name} hangs"] = partial(switch_gate, gate)
@@ -133,7 +134,9 @@ def open_stack_over_blocking_tier(directory: Path) -> StackUnderTest:
     """Open a stack with a tier whose methods block and raise, so that it runs on a separate thread."""
     clock, gate = ManualClock(), Gate()
     region = PrimaryRegion(NUM_BLOCKS, BLOCK_BYTES)
-    blocking = HangingTier(smallest_with_reset(TierSpec("blocking", BLOCK_BYTES), region.kv_view, directory), gate)
+    blocking = HangingTier(
+        smallest_with_reset(TierSpec("blocking", BLOCK_BYTES, NAMESPACE), region.kv_view, directory), gate
+    )
     manager = TieringOffloadingManager(
         CPUOffloadingManager(CPUBackend(region)),
         [blocking],

@@ -9,17 +9,25 @@ so a tier that implements only the four abstract methods works.
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from tiered_kv.errors import ConfigError
 
 JobId = int
 """Unique within a manager, never reused."""
+DIGEST_BYTES: Final = 16
+"""Of a namespace's digest."""
+
+
+def _own_namespace() -> bytes:
+    return secrets.token_bytes(DIGEST_BYTES)
 
 
 @dataclass
@@ -70,7 +78,8 @@ class TierSpec:
     Args:
         name: The tier's name, unique in the stack.
         block_bytes: Bytes of one block.
-        namespace_digest: 16 bytes: a digest of all fields that must agree before blocks are interchangeable.
+        namespace_digest: 16 bytes: a digest of all fields that must agree before blocks are interchangeable. By default
+            a random one: no other tier shares it, nor does this one when it is opened again.
         namespace: These fields in readable form, to be stored beside the data.
         wants_events: Whether the tier's events are used. If not, the tier need not collect any.
         memory: If set, `JobMetadata.block_ids` are byte offsets into it, and the tier's view only has the right sizes.
@@ -80,11 +89,51 @@ class TierSpec:
 
     name: str
     block_bytes: int
-    namespace_digest: bytes = bytes(16)
+    namespace_digest: bytes = field(default_factory=_own_namespace)
     namespace: Mapping[str, object] = field(default_factory=dict)
     wants_events: bool = False
     memory: memoryview | None = None
     on_finished: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        digest = self.namespace_digest
+        if not isinstance(digest, bytes) or len(digest) != DIGEST_BYTES:
+            raise ConfigError(
+                f"a tier's namespace_digest is {DIGEST_BYTES} bytes, found {digest!r}; "
+                "leave it out for a namespace that no other tier shares"
+            )
+
+    @classmethod
+    def of(cls, offloading_spec: object, tier_type: str, primary_kv_view: memoryview) -> Self:
+        """Return what a tier was given as `offloading_spec`, which may be an engine's own object.
+
+        An object without a `namespace_digest` gets a namespace that no other tier shares. A constructor that needs the
+        result before `SecondaryTierManager.__init__` passes it to that in place of the object.
+
+        Raises:
+            ConfigError: The object has a `namespace_digest` that is none.
+        """
+        if isinstance(offloading_spec, cls):
+            return offloading_spec if offloading_spec.name else replace(offloading_spec, name=tier_type)
+        shape = primary_kv_view.shape
+        found: dict[str, Any] = {}  # Any: arguments of this class
+        for name, accepted in _OF_OTHERS.items():
+            value = getattr(offloading_spec, name, None)
+            if isinstance(value, accepted) or (value is not None and name == "namespace_digest"):
+                found[name] = value
+        if callable(on_finished := getattr(offloading_spec, "on_finished", None)):
+            found["on_finished"] = on_finished
+        return cls(**{"name": tier_type, "block_bytes": shape[-1] if shape else 0, **found})
+
+
+_OF_OTHERS: Final[Mapping[str, type]] = {
+    "name": str,
+    "namespace_digest": bytes,
+    "namespace": Mapping,
+    "wants_events": bool,
+    "memory": memoryview,
+}
+"""What `TierSpec.of` takes of an object of another class, if it has the type."""
 
 
 class SecondaryTierManager(ABC):
@@ -98,10 +147,13 @@ class SecondaryTierManager(ABC):
     `submit_load` raises, the tier must not touch the job's blocks, and must not report the job.
 
     Args:
-        offloading_spec: The configuration. A stack passes a `TierSpec`, engines pass their own. For the built-in tiers,
-            all stacks without a `TierSpec` that have one block size share a namespace.
+        offloading_spec: The configuration. A stack passes a `TierSpec`. Engines may pass an object of their own, of
+            which `TierSpec.of` makes one.
         primary_kv_view: The primary tier's region, writable, of shape (num_blocks, block_bytes).
         tier_type: The name under which the tier was registered, for messages and counters.
+
+    Attributes:
+        tier_spec: The configuration, whatever was passed.
     """
 
     is_nonblocking: ClassVar[bool] = False
@@ -109,7 +161,7 @@ class SecondaryTierManager(ABC):
     """Whether the tier supports `TierSpec.memory`, as the toolkit's tiers do. Others work only below a manager."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str) -> None:
-        self._offloading_spec = offloading_spec
+        self.tier_spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)
         self._primary_kv_view = primary_kv_view
         self.tier_type = tier_type
 

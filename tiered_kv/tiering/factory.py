@@ -28,6 +28,7 @@ _SEED_ARGUMENTS = 3
 
 _OPTIONAL_S: Final = 5.0
 """How long an opening waits for a tier that is not `required`."""
+_OF_SUPER = ("tier_type", "tier_spec", "is_nonblocking", "takes_offsets")
 _NO_SUPER = "its class does not call super().__init__(offloading_spec, primary_kv_view, tier_type)"
 
 
@@ -69,7 +70,7 @@ class SecondaryTierFactory:
             def open_it() -> SecondaryTierManager:
                 tier = tier_class(*arguments, **keywords)
                 # A property of a third-party class may raise; here that names the tier.
-                if not all(hasattr(tier, name) for name in ("tier_type", "is_nonblocking", "takes_offsets")):
+                if not all(hasattr(tier, name) for name in _OF_SUPER):
                     raise TierError(_NO_SUPER, tier=checked.name, operation="open")
                 return tier
 

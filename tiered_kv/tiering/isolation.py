@@ -65,7 +65,7 @@ class IsolatedTier(WrapperTier):
         super().__init__(inner)
         self.note_exception: Callable[[str], None] = lambda operation: None
         self._clock = clock
-        self._on_finished: Callable[[], None] | None = getattr(inner._offloading_spec, "on_finished", None)
+        self._on_finished = self.tier_spec.on_finished
         self._lookups = BatchedLookups(
             self._post_probe, timeout_s=lookup_timeout_s, clock=clock, on_answered=self._on_finished
         )

@@ -57,7 +57,7 @@ class LateTier(SecondaryTierManager):
         """Why the tier is not open."""
         self._refusal: ConfigError | None = None  # of the first try
         self._settings = settings
-        self._on_finished: Callable[[], None] | None = getattr(offloading_spec, "on_finished", None)
+        self._on_finished = self.tier_spec.on_finished
         self._inner: SecondaryTierManager | None = None  # the manager's thread sets it
         self._opened: deque[SecondaryTierManager] = deque(maxlen=1)  # from the opening's thread
         self._refused: list[JobResult] = []

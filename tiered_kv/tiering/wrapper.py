@@ -26,7 +26,7 @@ class WrapperTier(SecondaryTierManager):
     """
 
     def __init__(self, inner: SecondaryTierManager) -> None:
-        super().__init__(inner._offloading_spec, inner._primary_kv_view, inner.tier_type)
+        super().__init__(inner.tier_spec, inner._primary_kv_view, inner.tier_type)
         self.inner = inner
         self.takes_offsets = inner.takes_offsets
 

@@ -76,9 +76,9 @@ class QueuedTier(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type)
         self.block_bytes = block_bytes_of(primary_kv_view)
-        self.name: str = getattr(offloading_spec, "name", None) or tier_type
+        self.name = self.tier_spec.name
         self.epoch = 0
-        memory: memoryview | None = getattr(offloading_spec, "memory", None)
+        memory = self.tier_spec.memory
         self._row_bytes = self.block_bytes if memory is None else 1
         self._primary_flat = (primary_kv_view if memory is None else memory).cast("B")
         self._primary_flat_readonly = self._primary_flat.toreadonly()  # for stores
@@ -89,7 +89,7 @@ class QueuedTier(SecondaryTierManager):
         self._shutdown_timeout_s = shutdown_timeout_s
         climb = Climb(stores_running_max, clock, begins_at=1 if climbs else stores_running_max)
         self._part_queue = PartQueue(self._wake, climb)
-        self._on_finished: Callable[[], None] | None = getattr(offloading_spec, "on_finished", None)
+        self._on_finished = self.tier_spec.on_finished
         self._batched_lookups = BatchedLookups(
             self._put_probe, timeout_s=lookup_timeout_s, clock=clock, on_answered=self._on_finished
         )

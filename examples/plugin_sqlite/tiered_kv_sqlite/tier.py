@@ -47,7 +47,7 @@ class SqliteTier(BlockingTier):
         super().__init__(
             offloading_spec, primary_kv_view, tier_type, threads=1, lookup_timeout_s=settings.lookup_timeout
         )
-        self._namespace: bytes = getattr(offloading_spec, "namespace_digest", bytes(16))
+        self._namespace = self.tier_spec.namespace_digest
         try:
             self._database = sqlite3.connect(
                 settings.path, timeout=settings.job_timeout, isolation_level=None, check_same_thread=False

@@ -217,7 +217,7 @@ class Simulation:
         limits = []
         self._watched: list[WatchedTier] = []
         for number in range(rng.choice((1, 2, 2, 3))):
-            spec = TierSpec(f"tier-{number}", BLOCK_BYTES)
+            spec = TierSpec(f"tier-{number}", BLOCK_BYTES, bytes(range(16)))
             tier = self._tier(spec, region, rng)
             self.tiers.append(tier)
             self._watched.append(WatchedTier(tier, self._ledger))
