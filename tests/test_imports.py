@@ -54,7 +54,11 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.config",),
     ("tiered_kv.metrics",),
     ("tiered_kv.cpu",),
-    ("tiered_kv.config.hooks", "tiered_kv.config.stack_config"),  # what a stack is made of: policies, types of tiers
+    (
+        "tiered_kv.config.hooks",
+        "tiered_kv.config.entries",
+        "tiered_kv.config.stack_config",
+    ),  # what a stack is made of: policies, types of tiers
     ("tiered_kv.tiering",),
     ("tiered_kv.toolkit",),
     ("tiered_kv_",),  # the tiers' plugins

@@ -41,6 +41,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tiered_kv.config.hooks import TierType, hookimpl, imported
+from tiered_kv_fs.metrics import METRICS
 from tiered_kv_fs.settings import FsSettings
 
 
@@ -55,5 +56,6 @@ def tiered_kv_register_tiers() -> Iterable[TierType]:
             imported("tiered_kv_fs.administration:FsAdministration"),
             is_shared=True,
             key_store=imported("tiered_kv_fs.sweeper:FsKeys"),
+            metrics=METRICS,
         )
     ]

@@ -15,7 +15,6 @@ from aiofiles.os import wrap
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.system.limits import disk_need
 from tiered_kv.system.threads import BackgroundTask, DaemonThreads
 from tiered_kv.tiering.base import TierSpec
@@ -32,6 +31,7 @@ from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.epoch import EpochFile
 from tiered_kv_fs.full_disk import without_room
 from tiered_kv_fs.grants import GRANTS_MIN, GrantClient
+from tiered_kv_fs.metrics import METRICS
 from tiered_kv_fs.settings import FsSettings
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class FsTier(AsyncTier):
         )
         self._allocation = self._directory.allocation
         part_blocks, grant_bytes = _sizes(settings.capacity, block_bytes, self._record_bytes, self._allocation)
-        self._counters = Counters(*own_names("fs"))
+        self._counters = Counters(METRICS)
         self._cache_epoch = Epoch(EpochFile(self._directory.namespace_path, self._directory.make), tier=name)
         save = partial(self._cache_epoch.try_to_save, _SHUTDOWN_TIMEOUT_S)
         self._saving = BackgroundTask(save, f"tiered-kv-{name}-reset")

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tiered_kv.config.hooks import TierType, hookimpl, imported
+from tiered_kv_host.metrics import METRICS
 from tiered_kv_host.settings import HostTierSettings
 
 
@@ -26,4 +27,4 @@ from tiered_kv_host.settings import HostTierSettings
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     load = imported("tiered_kv_host.tier:HostTier")
     about = "The server of this host's cache."
-    return [TierType("host", HostTierSettings, load, about, is_shared=True, is_host_client=True)]
+    return [TierType("host", HostTierSettings, load, about, is_shared=True, is_host_client=True, metrics=METRICS)]

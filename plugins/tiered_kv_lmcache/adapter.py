@@ -21,7 +21,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from tiered_kv.base import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
-from tiered_kv.config.hooks import tier_type_of
+from tiered_kv.config.entries import tier_type_of
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
 from tiered_kv_lmcache.tier_set import Places, TierSet, read_settings

@@ -20,7 +20,7 @@ import lmcache
 from pydantic import Field, field_validator
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.config.hooks import tier_type_of
+from tiered_kv.config.entries import tier_type_of
 from tiered_kv.config.namespace import Label, Namespace, Seed
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.settings import TierSettings

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tiered_kv.config.hooks import TierType, hookimpl, imported
+from tiered_kv_memory.metrics import METRICS
 from tiered_kv_memory.settings import MemorySettings
 
 
@@ -26,4 +27,4 @@ from tiered_kv_memory.settings import MemorySettings
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     load = imported("tiered_kv_memory.tier:MemoryTier")
     about = "Records in this process's memory, gone with it."
-    return [TierType("memory", MemorySettings, load, about, is_lasting=False)]
+    return [TierType("memory", MemorySettings, load, about, is_lasting=False, metrics=METRICS)]

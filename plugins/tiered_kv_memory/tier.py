@@ -11,11 +11,11 @@ from typing import Any, Final
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv.toolkit.queued import EventLog
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
+from tiered_kv_memory.metrics import METRICS
 from tiered_kv_memory.settings import MemorySettings
 
 _Pair = tuple[OffloadKey, memoryview]
@@ -65,7 +65,7 @@ class MemoryTier(BlockingTier):
         # Records, removed records that are still being read, those from before a reset, and stores in flight.
         self._used_bytes = 0
         self._remains: deque[OrderedDict[OffloadKey, _Record]] = deque()  # from before resets; nobody finds them
-        self._counters = Counters(*own_names("memory"))
+        self._counters = Counters(METRICS)
         self._absent: deque[OffloadKey] = deque(maxlen=_ABSENT_MAX)  # touched; the scheduler's
         self._events = EventLog(self.tier_spec.wants_events)
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.system.file_systems import allocate
 from tiered_kv.system.threads import give_way
 from tiered_kv.toolkit.codecs import HUGE_PAGE_BYTES, ThreadBuffer
 from tiered_kv.toolkit.small_files import FirstFailures, write_all
 from tiered_kv_nvme.layout import PAGE_BYTES
+from tiered_kv_nvme.metrics import METRICS
 
 OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 FILE_MODE = 0o600
@@ -95,7 +95,7 @@ class StoreCounters(Counters):
     """Counts events of the store in the directory at `path`, and logs the first failure of each kind."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(*own_names("nvme"))
+        super().__init__(METRICS)
         self._failures = FirstFailures(_log, path)
 
     def note_io_error(self, operation: str, error: OSError) -> None:

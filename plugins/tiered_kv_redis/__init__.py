@@ -36,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tiered_kv.config.hooks import TierType, hookimpl, imported
+from tiered_kv_redis.metrics import METRICS
 from tiered_kv_redis.settings import RedisSettings
 
 
@@ -50,5 +51,6 @@ def tiered_kv_register_tiers() -> Iterable[TierType]:
             imported("tiered_kv_redis.administration:RedisAdministration", library="redis", extra="redis"),
             is_shared=True,
             key_store=imported("tiered_kv_redis.settings:RedisKeys"),
+            metrics=METRICS,
         )
     ]

@@ -11,7 +11,6 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.blocking import BlockingTier
@@ -24,6 +23,7 @@ from tiered_kv_redis.blocks import Blocks
 from tiered_kv_redis.connection import check_tls_files
 from tiered_kv_redis.epoch import KeySpace
 from tiered_kv_redis.exchange import Batch
+from tiered_kv_redis.metrics import METRICS
 from tiered_kv_redis.reasons import NodeError
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
@@ -57,7 +57,7 @@ class RedisTier(BlockingTier):
         spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)
         name, digest = spec.name, spec.namespace_digest
         self._settings = settings
-        self._counters = Counters(*own_names("redis"))
+        self._counters = Counters(METRICS)
         self._limit = LogLimit()
         # First the steps that may fail: a tier that was not opened holds no view of the region.
         check_tls_files(settings)

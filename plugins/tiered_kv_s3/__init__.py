@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tiered_kv.config.hooks import TierType, hookimpl, imported
+from tiered_kv_s3.metrics import METRICS
 from tiered_kv_s3.settings import S3Settings
 
 
@@ -49,5 +50,6 @@ def tiered_kv_register_tiers() -> Iterable[TierType]:
             imported("tiered_kv_s3.administration:S3Administration", library="boto3", extra="s3"),
             is_shared=True,
             key_store=imported("tiered_kv_s3.sweeper:S3Keys"),
+            metrics=METRICS,
         )
     ]

@@ -14,11 +14,11 @@ from typing import Any
 from tiered_kv.config.secrets import STRAY_CHARACTER, foreign_text, stray_character
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.toolkit.failure_texts import OF_LOOKUPS, FailureTexts
 from tiered_kv_s3.connection import Credentials, Endpoint
+from tiered_kv_s3.metrics import METRICS
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import sentence
 
@@ -53,7 +53,7 @@ class Account:
             secrets = (settings.access_key_id, settings.secret_access_key, settings.session_token)
             self._explicit = Credentials(*(each.get_secret_value() if each else "" for each in secrets))
         self._secrets = settings.secret_texts()
-        self.counters = Counters(*own_names("s3"))  # the tier's
+        self.counters = Counters(METRICS)  # the tier's
         self.url = f"{settings.endpoint_url or 's3:/'}/{settings.bucket}"  # the bucket's, for messages
         self._lock = threading.Lock()  # guards the rest; never held while a provider runs
         self._current: Credentials | None = None

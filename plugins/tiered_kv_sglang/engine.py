@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_context, get_device, get_parallel, get_server_args, process_model_config
 from sglang.srt.server_args import ServerArgs
 
-from tiered_kv.config.hooks import tier_type_of
+from tiered_kv.config.entries import tier_type_of
 from tiered_kv.config.namespace import Namespace, Parallel
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import validate

@@ -24,9 +24,11 @@ from vllm.v1.kv_offload.base import OffloadingEvent as VllmEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.base import OffloadingEvent
+from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
+from tiered_kv.metrics.metric import Metric
+from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER_PREFIX
 from tiered_kv.stack.exporters.metrics import (
     DROPPED,
     DROPPED_METRIC,
@@ -44,10 +46,12 @@ _OBSERVATIONS_MAX = 10_000
 
 
 def metric_definitions() -> dict[str, Any]:  # Any: vLLM's OffloadingMetricMetadata
-    definitions = {PREFIX + name: _definition(name, metric) for name, metric in MANAGER.items()}
-    definitions |= {TIER_PREFIX + name: _definition(name, metric) for name, metric in TIER.items()}
-    definitions[PREFIX + DROPPED] = _definition(DROPPED, DROPPED_METRIC)
-    definitions[THIRD_PARTY] = _definition(THIRD_PARTY, THIRD_PARTY_METRIC)
+    definitions = {PREFIX + name: _definition(metric) for name, metric in MANAGER.items()}
+    tier_plugins().tier_types()  # loads all plugins
+    own = tier_plugins().metrics()
+    definitions |= {TIER_PREFIX + name: _definition(metric) for name, metric in own.items()}
+    definitions[PREFIX + DROPPED] = _definition(DROPPED_METRIC)
+    definitions[THIRD_PARTY] = _definition(THIRD_PARTY_METRIC)
     return definitions
 
 
@@ -58,11 +62,11 @@ def forget_metrics() -> None:
             REGISTRY.unregister(collector)
 
 
-def _definition(name: str, metric: Metric) -> Any:  # Any: as above
+def _definition(metric: Metric) -> Any:  # Any: as above
     fields = {"documentation": metric.help, "labelnames": ("tier", *metric.labels)}
     if metric.bounds:
         return OffloadingHistogramMetadata(**fields, buckets=metric.bounds)
-    if name.endswith(TOTAL):
+    if metric.is_total:
         return OffloadingCounterMetadata(**fields)
     return OffloadingGaugeMetadata(**fields)
 
@@ -126,7 +130,7 @@ def _add(stats: Any, series: Series, before: Any) -> None:  # Any: vLLM's own, a
     if series.metric.bounds:
         for observation in new_values(before, value):
             stats.observe_histogram(name, observation, labels)
-    elif name.endswith(TOTAL):
+    elif series.metric.is_total:
         stats.increase_counter(name, max(value - (before or 0), 0), labels)
     else:
         stats.set_gauge(name, value, labels)

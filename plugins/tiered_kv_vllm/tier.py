@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadPolic
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.config.hooks import tier_settings
+from tiered_kv.config.entries import tier_settings
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.backend import CPUBlock

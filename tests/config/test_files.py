@@ -11,7 +11,7 @@ import pytest
 from tests.support.command import Command
 from tiered_kv import ConfigError, load_config
 from tiered_kv.cli.main import main
-from tiered_kv.config.hooks import tier_settings
+from tiered_kv.config.entries import tier_settings
 from tiered_kv.config.secrets import KEY_FILE_BYTES_MAX, parse_key, read_key_file
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.workload.simulation import load_prices

@@ -14,7 +14,8 @@ from tests.direct.conftest import open_direct
 from tests.support.faulty import FourMethodTier
 from tests.support.host_server import serving
 from tests.support.stacks import plugged, stack_of
-from tiered_kv.config.hooks import TierType, tier_settings
+from tiered_kv.config.entries import tier_settings
+from tiered_kv.config.hooks import TierType
 from tiered_kv.config.settings import StorageSettings, TierSettings
 from tiered_kv.config.units import Bytes, Seconds
 from tiered_kv.direct.tiers import part_of

@@ -21,10 +21,11 @@ import pytest
 
 from tests.support.damage import Kind, record_damages
 from tests.support.faulty import FourMethodTier, Gate, HangingTier, HeldJobsTier
+from tests.support.pages import tier_metrics
 from tests.support.prometheus import MONITORING, OF_THE_MACHINE, Prometheus, missing_prometheus, panels, wait_for
 from tests.support.server_process import free_port
 from tests.support.stacks import Register, stack_of
-from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
+from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER_PREFIX
 from tiered_kv.stack.open import EngineStack, open_engine_stack
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.request import ChatWorkload
@@ -54,7 +55,7 @@ QUESTIONS = [
 
 
 def test_the_dashboard_has_a_row_a_question_and_says_what_each_panel_shows() -> None:
-    known = {f"{PREFIX}{name}" for name in MANAGER} | {f"{TIER_PREFIX}{name}" for name in TIER}
+    known = {f"{PREFIX}{name}" for name in MANAGER} | {f"{TIER_PREFIX}{name}" for name in tier_metrics()}
     assert [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"] == QUESTIONS
     shown = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
     assert len({panel["title"] for panel in shown}) == len(shown)

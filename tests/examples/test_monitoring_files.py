@@ -20,8 +20,9 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models import prometheus, stat, statetimeline, timeseries
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
+from tests.support.pages import tier_metrics
 from tests.support.prometheus import MONITORING, missing_prometheus
-from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX
+from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER_PREFIX
 
 RULES = [rule for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
 RUNBOOK = MONITORING.parents[1] / "docs" / "how-to" / "runbook.md"
@@ -114,7 +115,7 @@ FAULTS: dict[str, tuple[dict[str, str], int, int]] = {
 
 
 def test_every_alert_says_what_is_wrong_and_what_to_do_about_metrics_that_there_are() -> None:
-    known = {f"{PREFIX}{name}" for name in MANAGER} | {f"{TIER_PREFIX}{name}" for name in TIER}
+    known = {f"{PREFIX}{name}" for name in MANAGER} | {f"{TIER_PREFIX}{name}" for name in tier_metrics()}
     for rule in RULES:
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert rule["annotations"].keys() == {"summary", "action", "runbook_url"}

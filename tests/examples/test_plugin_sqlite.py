@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from tests.support.stacks import stack_of
-from tiered_kv.config.hooks import tier_plugins, tier_settings
+from tiered_kv.config.entries import tier_settings
+from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.conformance import TierConformance

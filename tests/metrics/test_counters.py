@@ -10,14 +10,18 @@ from tests.support.faulty import FourMethodTier
 from tests.support.obedient import obedient, put, stack_of
 from tests.support.stacks import Register, manager_of
 from tiered_kv.metrics.counters import Counters, count_of, flat_counts
+from tiered_kv.metrics.metric import Metric
 from tiered_kv.metrics.notices import NOTICES_MAX, Notices
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import make_keys
 
+STORES = Metric("stores_total", "Stores.")
+FAILED = Metric("failed_blocks_total", "Blocks that failed.", ("direction", "reason"))
+
 
 def test_no_event_is_lost_however_many_threads_count() -> None:
-    counters = Counters(("stores_total",))
+    counters = Counters([STORES])
 
     def count(_: int) -> None:
         for _ in range(2000):
@@ -29,7 +33,7 @@ def test_no_event_is_lost_however_many_threads_count() -> None:
 
 
 def test_names_are_shown_from_the_start_and_labels_once_they_are_counted() -> None:
-    counters = Counters(("stores_total",), ("failed_blocks_total",))
+    counters = Counters([STORES, FAILED])
     assert counters.snapshot() == {"stores_total": 0, "failed_blocks_total": {}}
     counters.add("failed_blocks_total", "load", "absent", count=3)
     counters.add("failed_blocks_total", "load", "timeout")
@@ -53,9 +57,16 @@ def test_what_was_not_counted_is_0_and_what_has_labels_is_their_sum() -> None:
     assert dict(flat_counts(counters))["failed_blocks_total", "store", "timeout"] == 5
 
 
+def test_gauges_among_the_metrics_are_not_counted() -> None:
+    counters = Counters([STORES, Metric("used_bytes", "Bytes.")])
+    assert counters.snapshot() == {"stores_total": 0}
+    with pytest.raises(KeyError):
+        counters.add("used_bytes")
+
+
 def test_an_undeclared_name_is_an_error() -> None:
-    counters = Counters(("stores_total",), ("failed_blocks_total",))
-    for path in (("store",), ("stores_total", "slow"), ("failed_blocks_total",)):
+    counters = Counters([STORES, FAILED])
+    for path in (("store",), ("stores_total", "slow"), ("failed_blocks_total",), ("failed_blocks_total", "load")):
         with pytest.raises(KeyError):
             counters.add(*path)
     with pytest.raises(KeyError):

@@ -9,14 +9,15 @@ import pytest
 
 from tests.performance.bench import InstantTier, block_key
 from tests.support.obedient import BLOCK_BYTES, Engine, get, put, stack_of
-from tests.support.pages import undescribed
+from tests.support.pages import tier_metrics, undescribed
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.metrics.counters import LABELS_MAX, OTHER, Counters, flat_counts
 from tiered_kv.metrics.histogram import INFINITY, Histogram, quantile
+from tiered_kv.metrics.metric import TOTAL, Metric
 from tiered_kv.metrics.step_timer import EVERY_STEPS, StepTimer, timed
-from tiered_kv.metrics.vocabulary import MANAGER, TIER, TOTAL, Metric
+from tiered_kv.metrics.vocabulary import MANAGER
 from tiered_kv.reasons import FAILED, SKIPPED, TOO_SLOW_REASONS, Fate, RecordStatus
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.rig import make_keys
@@ -55,7 +56,7 @@ def test_histograms_are_no_counts() -> None:
 
 
 def test_labels_from_elsewhere_are_bounded() -> None:
-    counters = Counters((), ("failed_blocks_total",))
+    counters = Counters([Metric("failed_blocks_total", "Blocks.", ("direction", "reason"))])
     for number in range(10 * LABELS_MAX):
         counters.add("failed_blocks_total", "load", f"reason-{number}")
     failed = counters.snapshot()["failed_blocks_total"]["load"]
@@ -168,6 +169,9 @@ def test_bytes_that_are_evicted_without_a_read_are_wasted(tier_type: str, tmp_pa
         evicted_bytes = (now["evicted_blocks_total"] - own["evicted_blocks_total"]) * BLOCK_BYTES
         wasted_bytes = now["wasted_bytes_total"] - own["wasted_bytes_total"]
         assert 0 < wasted_bytes <= 0.95 * evicted_bytes, "of half of them, and of moved ones, nothing was read"
+
+
+TIER = {name: metric for name, (metric, _) in tier_metrics().items()}
 
 
 @pytest.mark.parametrize("table", [MANAGER, TIER], ids=["manager", "tiers"])

@@ -9,7 +9,10 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tiered_kv.metrics.vocabulary import ACCOUNT, ATTACHED, AUDIT, HISTORY, PRIMARY, SECONDARY, SERVER, TIER, Metric
+from tests.support.stacks import BUILT_IN_TIERS
+from tiered_kv.config.hooks import tier_plugins
+from tiered_kv.metrics.metric import Metric
+from tiered_kv.metrics.vocabulary import ACCOUNT, ATTACHED, AUDIT, COMMON, HISTORY, PRIMARY, SECONDARY, SERVER
 from tiered_kv.reasons import FAILED, SENTENCES, SKIPPED, TOO_SLOW_REASONS, Fate, RecordStatus
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -41,7 +44,7 @@ def tables() -> dict[str, str]:
     of_records = {status.value for status in RecordStatus} - {"truncated", "checksum"}
     fates = [fate.label for fate in Fate if fate > Fate.STORED]
     rows = [
-        f"| {_name(name, each)} | {each.of.replace(' ', ', ') or 'all'} | {each.help} |" for name, each in TIER.items()
+        f"| {_name(name, each)} | {', '.join(types)} | {each.help} |" for name, (each, types) in tier_metrics().items()
     ]
     return {
         **{
@@ -53,6 +56,16 @@ def tables() -> dict[str, str]:
         "TOO_SLOW_REASONS": _list({f"`{word}`": sentence for word, sentence in TOO_SLOW_REASONS.items()}),
         "FAILED": _list({f"`{word}`": reason.sentence for word, reason in FAILED.items() if word not in of_records}),
         "FATES": _list({f"`{word}`": SENTENCES[word] for word in fates}),
+    }
+
+
+def tier_metrics() -> dict[str, tuple[Metric, list[str]]]:
+    """Return by name the metrics of the built-in tiers' own, each with the types that declare it."""
+    types = {name: tier_plugins().resolve(name).metrics for name in BUILT_IN_TIERS}
+    metrics = COMMON | {metric.name: metric for declared in types.values() for metric in declared}
+    return {
+        name: (metric, [each for each, declared in types.items() if metric in declared] or ["all"])
+        for name, metric in metrics.items()
     }
 
 

@@ -20,9 +20,11 @@ import yaml
 
 from tests.support.pages import write_shown
 from tests.support.shortages import Resource, Shortage, outage
+from tests.support.stacks import stack_of
 from tests.toolkit.conftest import PATIENCE_S, DictTier, MakeStage
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.hooks import tier_plugins
+from tiered_kv.stack.exporters.metrics import StackCollector, exposition
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
@@ -293,11 +295,12 @@ TierConformance.wait_s = 120.0
 def page_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Write the files that the page shows, each under the name that stands above it, and make them importable."""
     names = write_shown("how-to/writing-a-tier.md", tmp_path)
-    assert names == ["tiered_kv_folder.py", "stack.yaml", "test_folder.py"]
+    assert names == ["tiered_kv_folder.py", "stack.yaml", "test_folder.py", "tiered_kv_counting.py"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    sys.modules.pop("tiered_kv_folder", None)
+    for name in ("tiered_kv_folder", "tiered_kv_counting"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.slow
@@ -327,3 +330,23 @@ def test_the_stack_on_the_page_opens_and_its_blocks_outlive_it(page_files: Path)
         assert (out == blocks).all()
     finally:
         plugins.unregister("folder-of-the-page")
+
+
+def test_the_metrics_on_the_page_are_exposed(page_files: Path) -> None:
+    plugins = tier_plugins()
+    plugins.register(importlib.import_module("tiered_kv_counting"), "counting-of-the-page")
+    try:
+        entry = {"type": "counting", "path": str(page_files / "kv"), "capacity": "20KiB", "store_budget": "1MiB"}
+        blocks = np.zeros((16, 4096), np.uint8)
+        with open_stack(stack_of(entry, blocks=64)) as stack:
+            for first in range(0, 64, 16):
+                stack.put([bytes([number]) * 16 for number in range(first, first + 16)], blocks, timeout=60.0)
+                assert stack.flush(timeout=60.0)
+            text = exposition(StackCollector(stack.counters)).decode()
+            removed = stack.counters()["counting"]["tier"]["removed_files_total"]["room"]
+        assert removed > 0
+        assert f'tiered_kv_tier_removed_files_total{{cause="room",tier="counting"}} {removed}.0' in text
+        assert "# HELP tiered_kv_tier_removed_files_total Files removed from the folder." in text
+        assert 'tiered_kv_tier_blocks{tier="counting"}' in text
+    finally:
+        plugins.unregister("counting-of-the-page")

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.stacks import ReplaceModule, stack_of
-from tiered_kv.config.hooks import tier_plugins, tier_settings
+from tiered_kv.config.entries import tier_settings
+from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.config.stack_config import load_config, stack_schema
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.reasons import RecordStatus

@@ -23,7 +23,7 @@ from tiered_kv.cli.stacks import (
     tier_error_text,
 )
 from tiered_kv.cli.time_limit import TimeLimit
-from tiered_kv.config.hooks import tier_type_of
+from tiered_kv.config.entries import tier_type_of
 from tiered_kv.config.reading import from_source
 from tiered_kv.config.secrets import error_text, scrub
 from tiered_kv.config.settings import TierSettings

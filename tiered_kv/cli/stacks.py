@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from tiered_kv.cli.arguments import size
 from tiered_kv.cli.output import progress
 from tiered_kv.cli.time_limit import TimeLimit
-from tiered_kv.config.hooks import tier_type_of
+from tiered_kv.config.entries import tier_type_of
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.reading import from_source
 from tiered_kv.config.secrets import error_text, scrub

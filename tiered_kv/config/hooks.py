@@ -22,16 +22,18 @@ import logging
 import pkgutil
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from tiered_kv.config.secrets import HIDDEN, EnvironmentText, redact, scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
-from tiered_kv.config.validation import Location, Problems, check, dotted, raise_problems, suggestion
+from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError, MissingExtraError, ResourceError, is_too_old, remedy_of
+from tiered_kv.metrics.declared import checked_metrics, refuse_conflicts
+from tiered_kv.metrics.metric import Metric
+from tiered_kv.metrics.vocabulary import COMMON
 
 if TYPE_CHECKING:
     from tiered_kv.tiering.base import SecondaryTierManager
@@ -71,6 +73,8 @@ class TierType:
             that evicts the least recently used block.
         is_lasting: Whether its blocks outlive the process.
         is_host_client: Whether it is a client of a host's server. That server's own stack cannot have it.
+        metrics: What the tier counts itself, and reports by `stats`: each becomes a series
+            `tiered_kv_tier_<name>{tier}` of its own. Those that no type declares share one name.
     """
 
     name: str
@@ -82,6 +86,7 @@ class TierType:
     key_store: Callable[[], type[KeyStore]] | None = None
     is_lasting: bool = True
     is_host_client: bool = False
+    metrics: tuple[Metric, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _TYPE_NAME.fullmatch(self.name):
@@ -93,6 +98,10 @@ class TierType:
         for given in (self.load, self.administration or self.load, self.key_store or self.load):
             if not callable(given):
                 raise ConfigError(f"tier type '{self.name}' needs a callable that returns a class, not {given!r}")
+        try:
+            object.__setattr__(self, "metrics", checked_metrics(self.metrics))
+        except ConfigError as error:
+            raise ConfigError(f"tier type '{self.name}' cannot be used: {error}") from error
 
 
 def imported(
@@ -156,6 +165,7 @@ class TierPlugins:
         # Not loaded yet. An editable installation may be found twice, by its own path and by PYTHONPATH.
         self._waiting = list({_origin(each): each for each in installed}.values())
         self._states: list[PluginState] = []
+        self._referenced: dict[str, TierType] = {}  # by "module:attribute"
 
     def register(self, plugin: object, name: str | None = None) -> PluginState:
         """Add a plugin: a module or object with the `tiered_kv_register_tiers` hook.
@@ -163,8 +173,8 @@ class TierPlugins:
         `name` stands in messages; it is by default its `__name__`, or its class's.
 
         Raises:
-            ConfigError: The plugin is registered already, raises, has no valid tier types, or a name of them is taken.
-                Nothing has changed then.
+            ConfigError: The plugin is registered already, raises, has no valid tier types, or a name of them, or of
+                their metrics, is taken. Nothing has changed then.
             ResourceError: The system gives no descriptor, thread or memory to load it.
         """
         self._load()
@@ -193,6 +203,10 @@ class TierPlugins:
         names = sorted({tier.name for state in self._states for tier in state.tiers})
         return {name: tier_type for name in names if (tier_type := self._owner(name)[0]) is not None}
 
+    def metrics(self) -> dict[str, Metric]:
+        """Return by name what the tier types that were found so far declare, and what several tiers have in common."""
+        return COMMON | {metric.name: metric for tier in self._found() for metric in tier.metrics}
+
     def resolve(self, name: str) -> TierType:
         """Return the tier type called `name`, or the one that `name` points to as "module:attribute".
 
@@ -203,7 +217,10 @@ class TierPlugins:
             ConfigError: There is none, or it cannot be used.
         """
         if ":" in name:
-            return _from_reference(name)
+            referenced = _from_reference(name)
+            self._check_metrics([referenced])
+            self._referenced[name] = referenced
+            return referenced
         self._load(name)
         if not any(_is_named(state, name) for state in self._states):
             self._load()
@@ -277,10 +294,20 @@ class TierPlugins:
                 raise ConfigError("it gives two tier types of one name")
             if not tiers:
                 raise ConfigError("it gives no tier type: is its function marked with @hookimpl?")
+            self._check_metrics(tiers)
         except BaseException:
             self._manager.unregister(plugin)
             raise
         return tiers
+
+    def _found(self) -> list[TierType]:
+        """Return the tier types that were found so far, usable or not."""
+        return [*(tier for state in self._states for tier in state.tiers), *self._referenced.values()]
+
+    def _check_metrics(self, tiers: Sequence[TierType]) -> None:
+        for tier in tiers:
+            others = {f"tier type '{each.name}'": each.metrics for each in (*self._found(), *tiers) if each is not tier}
+            refuse_conflicts(f"tier type '{tier.name}'", tier.metrics, others)
 
 
 def _is_named(state: PluginState, name: str) -> bool:
@@ -292,72 +319,6 @@ def _is_named(state: PluginState, name: str) -> bool:
 def tier_plugins() -> TierPlugins:
     """Return this process's plugins, the installed ones among them."""
     return TierPlugins(importlib.metadata.entry_points(group=PROJECT))
-
-
-def tier_settings(entry: object) -> TierSettings:
-    """Return an entry of `secondary`, checked by the model of its type; settings are returned as they are."""
-    return raise_problems(check_entry(entry, ()))
-
-
-def tier_type_of(settings: TierSettings) -> TierType:
-    """Return the type of an entry. It was found when the entry was checked; for other settings it is found now."""
-    tier_type = getattr(settings, "_tier_type", None)
-    if not isinstance(tier_type, TierType):
-        settings._tier_type = tier_type = tier_plugins().resolve(settings.type)
-    return tier_type
-
-
-def check_entries(entries: object, location: Location, taken: Mapping[str, str]) -> tuple[TierSettings, ...]:
-    """Return a list of tiers as the settings of their types, for a validator; `taken` has names that none may have.
-
-    Raises:
-        Problems: It is no list, or an entry cannot be used, or two have one name.
-    """
-    if not isinstance(entries, (list, tuple)):  # its text is not shown: it may be a secret at the wrong place
-        message = "expected a list of tiers, each a mapping with the key 'type'"
-        raise Problems([ConfigError(message, location=dotted(location))])
-    names, tiers, problems = dict(taken), list[TierSettings](), list[ConfigError]()
-    for index, entry in enumerate(entries):
-        checked = check_entry(entry, (*location, index))
-        if isinstance(checked, list):
-            problems += checked
-        elif checked.name in names:
-            message = f"the name '{checked.name}' is taken by {names[checked.name]}; give each tier a name of its own"
-            problems.append(ConfigError(message, location=dotted((*location, index, "name"))))
-        else:
-            names[checked.name] = "another tier"
-            tiers.append(checked)
-    if problems:
-        raise Problems(problems)
-    return tuple(tiers)
-
-
-def check_entry(entry: object, location: Location) -> TierSettings | list[ConfigError]:
-    """Return an entry of `secondary` as the settings of its type, or an error for each key that cannot be used."""
-    if isinstance(entry, TierSettings):
-        return entry
-    name = entry.get("type") if isinstance(entry, Mapping) else None
-    if not isinstance(name, str):
-        if isinstance(entry, Mapping) and "type" in entry:
-            problems = check(TierSettings, {"type": name}, location)
-            if isinstance(problems, list):
-                return problems
-        known = ", ".join([*tier_plugins().tier_types(), "'module:Class'"])
-        message = f"expected a mapping with the key 'type', which is one of: {known}"
-        return [ConfigError(message, location=dotted(location))]
-    if ":" in name and not REFERENCE.fullmatch(name):
-        shown = HIDDEN if isinstance(name, EnvironmentText) else f"'{redact(name)}'"
-        message = f"expected a tier type, or 'module:Class', found {shown}"
-        return [ConfigError(message, location=dotted((*location, "type")))]
-    try:
-        tier_type = tier_plugins().resolve(name)
-    except ConfigError as error:
-        message = scrub(str(error), {name}) if isinstance(name, EnvironmentText) else str(error)
-        return [ConfigError(message, location=dotted((*location, "type")))]
-    checked = check(tier_type.settings, entry, location)
-    if isinstance(checked, TierSettings):
-        checked._tier_type = tier_type
-    return checked
 
 
 def _origin(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, WithJsonSchema, field_validator, model_validator
 
-from tiered_kv.config.hooks import REFERENCE, TierType, check_entries, tier_plugins
+from tiered_kv.config.entries import check_entries
+from tiered_kv.config.hooks import REFERENCE, TierType, tier_plugins
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings

@@ -18,6 +18,7 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Task, TierQueue
 from tiered_kv.errors import ShutdownError
 from tiered_kv.metrics.counters import Counters
+from tiered_kv.metrics.metric import Metric
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.search import ask_tier
@@ -31,6 +32,10 @@ IDLE_TICK_S: Final = 0.5
 SHUTDOWN_TIMEOUT_S: Final = 6.0
 """For each tier; more than a tier takes to close."""
 _CLOSE_POLL_S: Final = 0.001
+METRICS: Final = (
+    Metric("callback_errors_total", "Exceptions of the caller's functions."),
+    Metric("tasks_total", "Tasks that were begun.", ("method",)),
+)
 
 
 _Message = Task | Callable[[], None] | None
@@ -47,7 +52,7 @@ class TierThread:
     def __init__(self, on_removed: Callable[[str, Sequence[OffloadKey]], None] | None) -> None:
         self.queues: list[TierQueue] = []
         self._log_limit = LogLimit()
-        self.counters = Counters(("callback_errors_total",), ("tasks_total",))
+        self.counters = Counters(METRICS)
         self._open: dict[Task, None] = {}
         self._on_removed = on_removed
         self._pid = os.getpid()

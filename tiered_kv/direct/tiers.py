@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.config.hooks import tier_settings, tier_type_of
+from tiered_kv.config.entries import tier_settings, tier_type_of
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBlock

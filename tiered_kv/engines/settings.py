@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from tiered_kv.config.hooks import check_entries
+from tiered_kv.config.entries import check_entries
 from tiered_kv.config.namespace import Label, Namespace
 from tiered_kv.config.settings import StrictModel, TierSettings
 from tiered_kv.config.validation import validate

@@ -1,9 +1,11 @@
 """What is counted: the names of all metrics, and the objects that count.
 
 Any thread may count (`counters.Counters`). The exporters, the command and the engines read. What must stay true:
-each metric has one name and one meaning, in `vocabulary`, and the number of its labels is bounded.
+each metric has one name and one meaning, and the number of its labels is bounded.
 
-vocabulary  the name and meaning of every metric
+metric      what a metric is, and what a well-formed one is
+vocabulary  the manager's metrics, and those that several tiers have; a tier's own are in its plugin
+declared    checks of what plugins declare for their tiers
 counters    counts of events by name and labels, and what reads them
 histogram   counts of values by size
 notices     the last changes in a stack, for an operator

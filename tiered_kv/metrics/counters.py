@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from tiered_kv.metrics.histogram import is_histogram
+from tiered_kv.metrics.metric import Metric
 
 LABELS_MAX: Final = 64
 """Limit of label combinations of one counter: some labels are words from storage, or from third-party tiers."""
@@ -22,17 +23,19 @@ OTHER: Final = "other"
 class Counters:
     """Counts events by name and labels. Any thread may call.
 
-    A plugin returns `snapshot()` from its tier's `stats`. `metrics/vocabulary.py` describes the built-in tiers' names.
+    A plugin returns `snapshot()` from its tier's `stats`.
 
     Args:
-        names: Counters without labels. They begin with 0.
-        labelled: Counters with labels. A combination of labels appears with its first event. Beyond `LABELS_MAX`
-            combinations, the last label of a new one is `OTHER`.
+        metrics: What may be counted. Those that do not only grow are left out: they are gauges, which a tier reports
+            itself. A counter without labels begins with 0. With labels, each combination appears with its first event.
+            Beyond `LABELS_MAX` combinations, the last label of a new one is `OTHER`.
     """
 
-    def __init__(self, names: Iterable[str], labelled: Iterable[str] = ()) -> None:
-        self._counts: dict[tuple[str, ...], int] = {(name,): 0 for name in names}
-        self._labelled = dict.fromkeys(labelled, 0)  # how many combinations of labels each has
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        counted = [metric for metric in metrics if metric.is_total]
+        self._counts: dict[tuple[str, ...], int] = {(metric.name,): 0 for metric in counted if not metric.labels}
+        self._labelled = {metric.name: metric for metric in counted if metric.labels}
+        self._combinations = dict.fromkeys(self._labelled, 0)  # of labels
         self._lock = threading.Lock()
 
     def add(self, name: str, *labels: str, count: int = 1) -> None:
@@ -40,10 +43,10 @@ class Counters:
         path = (name, *labels)
         with self._lock:
             if path not in self._counts:
-                if not labels or name not in self._labelled:
+                if name not in self._labelled or len(labels) != len(self._labelled[name].labels):
                     raise KeyError(name)
-                if self._labelled[name] < LABELS_MAX:
-                    self._labelled[name] += 1
+                if self._combinations[name] < LABELS_MAX:
+                    self._combinations[name] += 1
                 else:
                     path = (name, *labels[:-1], OTHER)
             self._counts[path] = self._counts.get(path, 0) + count

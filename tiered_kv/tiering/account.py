@@ -13,12 +13,12 @@ from tiered_kv.base import OffloadingEvent, OffloadKey, group_of
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.errors import TierError
-from tiered_kv.metrics.counters import count_of
+from tiered_kv.metrics.counters import Counters, count_of
 from tiered_kv.metrics.histogram import BYTES, SECONDS, SHORT_SECONDS, Histogram
 from tiered_kv.metrics.history.ledger import CPU, RequestLog
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.notices import Notices
-from tiered_kv.metrics.vocabulary import ACCOUNT, DIRECTIONS, counters_of
+from tiered_kv.metrics.vocabulary import ACCOUNT, DIRECTIONS
 from tiered_kv.reasons import Fate, reason_of
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.answers import WrongValueError, checked_event, checked_flag, tier_exceptions
@@ -51,7 +51,7 @@ class TierAccount:
         history: BlockHistory | None,
         event_source: SecondaryTierManager | None,
     ) -> None:
-        self._counters = counters_of(ACCOUNT)
+        self._counters = Counters(ACCOUNT.values())
         self._log_limit = LogLimit()
         self._lookup_seconds = Histogram(SHORT_SECONDS)
         self._looked_up_s = 0.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Final
 
-from tiered_kv.config.hooks import tier_settings, tier_type_of
+from tiered_kv.config.entries import tier_settings, tier_type_of
 from tiered_kv.config.secrets import scrub
 from tiered_kv.config.settings import ClassArguments, TierSettings
 from tiered_kv.config.validation import suggestion

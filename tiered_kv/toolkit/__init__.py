@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from tiered_kv.config.hooks import TierType, hookimpl, tier_plugins
     from tiered_kv.config.settings import TierSettings
     from tiered_kv.config.units import Bytes, Count, Seconds
+    from tiered_kv.metrics.counters import Counters
+    from tiered_kv.metrics.metric import Metric
+    from tiered_kv.metrics.vocabulary import common_metrics
     from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
     from tiered_kv.tiering.factory import SecondaryTierFactory
     from tiered_kv.tiering.lookups import BatchedLookups
@@ -48,8 +51,10 @@ __all__ = [
     "BlockingTier",
     "Bytes",
     "Count",
+    "Counters",
     "JobMetadata",
     "JobResult",
+    "Metric",
     "OffloadKey",
     "Outcome",
     "ReqContext",
@@ -60,6 +65,7 @@ __all__ = [
     "TierSpec",
     "TierType",
     "WrapperTier",
+    "common_metrics",
     "hookimpl",
     "tier_plugins",
 ]
@@ -69,6 +75,9 @@ _MODULES = {
     "tiered_kv.config.settings": "TierSettings",
     "tiered_kv.config.units": "Bytes Count Seconds",
     "tiered_kv.config.hooks": "TierType hookimpl tier_plugins",
+    "tiered_kv.metrics.counters": "Counters",
+    "tiered_kv.metrics.metric": "Metric",
+    "tiered_kv.metrics.vocabulary": "common_metrics",
     "tiered_kv.tiering.base": "JobMetadata JobResult SecondaryTierManager TierSpec",
     "tiered_kv.tiering.factory": "SecondaryTierFactory",
     "tiered_kv.tiering.lookups": "BatchedLookups",

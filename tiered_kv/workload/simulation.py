@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tiered_kv.config.hooks import tier_type_of
+from tiered_kv.config.entries import tier_type_of
 from tiered_kv.config.reading import from_source
 from tiered_kv.config.settings import PRIMARY_NAME, StrictModel, TierSettings
 from tiered_kv.config.stack_config import StackConfig

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.testing.control import wait_until
 from tiered_kv_s3.connection import HEAD_BYTES_MAX, BadAnswerError, Connection, Endpoint, Patience
+from tiered_kv_s3.metrics import METRICS
 from tiered_kv_s3.pool import ConnectionPool, open_connection
 
 STALL_S = 120.0
@@ -115,7 +115,7 @@ def test_a_reused_connection_has_the_limits_of_its_next_request() -> None:
     first, second = (Patience(time.monotonic() + STALL_S, STALL_S) for _ in range(2))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         endpoint = Endpoint("127.0.0.1", listening.getsockname()[1], False, "/b")
-        pool = ConnectionPool(endpoint, None, Counters(*own_names("s3")))
+        pool = ConnectionPool(endpoint, None, Counters(METRICS))
         connection = pool.take(first)
         with listening.accept()[0] as server:
             server.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")

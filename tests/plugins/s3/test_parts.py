@@ -13,11 +13,11 @@ import pytest
 from pydantic import ValidationError
 
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.connection import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Endpoint, Signer
 from tiered_kv_s3.epoch import Naming
+from tiered_kv_s3.metrics import METRICS
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import Verdict
@@ -88,7 +88,7 @@ class FakeBucket:
 
 
 def presence_of(bucket: FakeBucket, answer_ttl_s: float = 60.0) -> tuple[Presence, Counters]:
-    counters = Counters(*own_names("s3"))
+    counters = Counters(METRICS)
     return Presence(cast(Bucket, bucket), counters, answer_ttl_s), counters
 
 

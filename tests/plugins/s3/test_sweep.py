@@ -11,12 +11,12 @@ import pytest
 
 from tiered_kv.errors import TierError
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.metrics.vocabulary import own_names
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed
 from tiered_kv_s3.epoch import Naming
+from tiered_kv_s3.metrics import METRICS
 from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweeper import Sweeper
@@ -80,7 +80,7 @@ class SharedBucket:
 def sweeper_of(
     bucket: SharedBucket, capacity_bytes: int | None = None, ttl_s: float | None = None, interval_s: float = 3600.0
 ) -> tuple[Sweeper, Presence, Counters]:
-    counters = Counters(*own_names("s3"))
+    counters = Counters(METRICS)
     control = cast(Control, bucket)
     limits = {"capacity": capacity_bytes, "ttl": ttl_s, "sweep_interval": interval_s, "presence_ttl": 60}
     settings = S3Settings.model_validate({"bucket": "bucket", **limits})

@@ -18,10 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.support.obedient import BLOCK_BYTES, get, obedient, put, stack_of
+from tests.support.pages import tier_metrics
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.counters import count_of
-from tiered_kv.metrics.vocabulary import ATTACHED, MANAGER, SERVER, TIER
+from tiered_kv.metrics.vocabulary import ATTACHED, MANAGER, SERVER
 from tiered_kv.stack.exporters.metrics import NAME_SERIES_MAX, StackCollector, exposition
 from tiered_kv.stack.exporters.status import status
 from tiered_kv.stack.open import Stack, open_stack
@@ -71,7 +72,7 @@ def test_every_metric_of_the_vocabulary_appears(stack: Stack) -> None:
     counters = stack.counters()
     for tier in ("memory", "nvme"):
         for name, value in counters[tier]["tier"].items():
-            assert name in TIER
+            assert name in tier_metrics()
             if value == {}:  # nothing went wrong
                 continue
             own = [sample for sample in exposed if sample.name == f"tiered_kv_tier_{name}"]
@@ -236,7 +237,7 @@ def test_reasons_of_a_third_party_tier_are_words() -> None:
 
 def test_no_secret_is_a_name_or_a_label() -> None:
     secret = secrets.token_hex(32)
-    own = {secret: 1, f"a_{secret}_total": 2, "requests_total": {secret: 3}, "other": {f"x{secret}": 4}}
+    own = {secret: 1, f"a_{secret}_total": 2, "corrupt_blocks_total": {secret: 3}, "other": {f"x{secret}": 4}}
     memory = {"type": "memory", "capacity": "1MiB", "codec": "aes-256-gcm", "encryption": {"keys": {1: secret}}}
     with open_stack(stack_of({"type": "obedient"}, memory)) as stack:
         obedient(stack).own_counters = own
@@ -244,4 +245,4 @@ def test_no_secret_is_a_name_or_a_label() -> None:
         shown = str(status(stack.observed()))
     assert secret not in text
     assert secret not in shown
-    assert "tiered_kv_tier_requests_total" in text
+    assert "tiered_kv_tier_corrupt_blocks_total" in text

@@ -10,16 +10,18 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeGuard
 
+from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.config.secrets import HIDDEN, scrub
 from tiered_kv.errors import MissingExtraError, ShutdownError
 from tiered_kv.metrics.counters import LABELS_MAX, OTHER
-from tiered_kv.metrics.histogram import is_histogram
-from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER, TIER_PREFIX, TOTAL, Metric
+from tiered_kv.metrics.histogram import INFINITY, is_histogram
+from tiered_kv.metrics.metric import Metric
+from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER_PREFIX
 from tiered_kv.system.threads import give_way
 
 if TYPE_CHECKING:
@@ -30,11 +32,13 @@ Read = Callable[[], Counters]
 """Returns counters; any thread may call."""
 
 NAME_SERIES_MAX: Final = LABELS_MAX + 8
-"""Limit of the series of one name in a tier. The numbers that the vocabulary does not have are one metric, by name."""
+"""Limit of the series of one name in a tier. The numbers that the tier's type does not declare are one metric."""
 DROPPED: Final = "dropped_series"
-DROPPED_METRIC: Final = Metric("Numbers of the tier that are no metrics: too many, or unfit names or values.")
+DROPPED_METRIC: Final = Metric(DROPPED, "Numbers of the tier that are no metrics: too many, or unfit names or values.")
 THIRD_PARTY: Final = f"{TIER_PREFIX}number"
-THIRD_PARTY_METRIC: Final = Metric("A number of a third-party tier's own; its author says which.", ("name", "labels"))
+THIRD_PARTY_METRIC: Final = Metric(
+    "number", "A number that the tier's type does not declare; its author says which.", ("name", "labels")
+)
 _DEPTH_MAX: Final = 4
 _NUMBERS_MAX: Final = 4096
 """Numbers that are read of one tier's own counters."""
@@ -54,10 +58,11 @@ class Series(NamedTuple):
 
 def series_of(counters: Counters, secrets: set[str]) -> Iterator[Series]:
     """Yield the series of a stack's counters, each once. No name and no label holds any of `secrets`."""
+    declared = tier_plugins().metrics()
     for tier, values in counters.items():
         yield from _managed_series(tier, values)
         if "tier" in values:
-            yield from _own_series(tier, values["tier"], secrets)
+            yield from _own_series(tier, values["tier"], declared, secrets)
 
 
 def safe_label(text: str, secrets: set[str]) -> str:
@@ -86,17 +91,26 @@ def _leaves(value: Any, depth_max: int = _DEPTH_MAX) -> Iterator[tuple[tuple[str
         yield (), value
 
 
-def _own_series(tier: str, values: Mapping[str, Any], secrets: set[str]) -> Iterator[Series]:
+def _own_series(
+    tier: str, values: Mapping[str, Any], declared: Mapping[str, Metric], secrets: set[str]
+) -> Iterator[Series]:
     """Yield the series of a tier's own counters. Those of a third-party tier may have any form."""
     seen: set[Series] = set()
     counts: Counter[str] = Counter()  # series by name
     dropped = 0
-    for name, texts, number in numbers_of(values):
-        value, metric = _float(number), TIER.get(name)
+    zeros = [(name, labels, 0) for name in values if name in declared for labels in declared[name].values]
+    found = list(numbers_of(values))
+    known = {(name, labels) for name, labels, _ in found}
+    for name, texts, number in (*found, *(zero for zero in zeros if zero[:2] not in known)):
+        metric = declared.get(name)
         labels = tuple(safe_label(text, secrets) for text in texts)
-        identity = Series(TIER_PREFIX + name, metric or THIRD_PARTY_METRIC, (tier, *labels), None)
         if metric is None:
-            identity = identity._replace(name=THIRD_PARTY, labels=(tier, safe_label(name, secrets), ",".join(labels)))
+            identity = Series(
+                THIRD_PARTY, THIRD_PARTY_METRIC, (tier, safe_label(name, secrets), ",".join(labels)), None
+            )
+        else:
+            identity = Series(TIER_PREFIX + name, metric, (tier, *labels), None)
+        value = _histogram(number, identity.metric.bounds) if identity.metric.bounds else _float(number)
         is_fit = value is not None and len(identity.metric.labels) + 1 == len(identity.labels)
         if is_fit and identity not in seen and counts[identity.name] < NAME_SERIES_MAX:
             seen.add(identity)
@@ -121,6 +135,17 @@ def _float(number: object) -> float | None:
         return float(number)
     except Exception:  # it is too large, or of a third-party class
         return None
+
+
+def _histogram(value: object, bounds: Sequence[float]) -> dict[str, Any] | None:  # Any: as `Histogram.snapshot`
+    """Return the snapshot of a histogram with these bounds; None for anything else."""
+    if not is_histogram(value) or not isinstance(value, Mapping):
+        return None
+    total, buckets = _float(value.get("sum")), value["buckets"]
+    names = [*map(repr, bounds), INFINITY]
+    if total is None or [*buckets] != names or not all(type(count) is int and count >= 0 for count in buckets.values()):
+        return None
+    return {"sum": total, "count": sum(buckets.values()), "buckets": dict(buckets)}
 
 
 def is_finite(number: object) -> TypeGuard[float]:
@@ -180,7 +205,7 @@ def _family(series: Series, labels: Iterable[str]) -> Any:  # Any: as above
     about, names = series.metric.help, [*labels, "tier", *series.metric.labels]
     if series.metric.bounds:
         return HistogramMetricFamily(series.name, about, labels=names)
-    kind = CounterMetricFamily if series.name.endswith(TOTAL) else GaugeMetricFamily
+    kind = CounterMetricFamily if series.metric.is_total else GaugeMetricFamily
     return kind(series.name, about, labels=names)
 
 

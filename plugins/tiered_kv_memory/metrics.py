@@ -1,0 +1,13 @@
+"""The metrics of the memory tier, which counts them on its worker threads. `MemoryTier.stats` adds the gauges."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tiered_kv.metrics.vocabulary import common_metrics
+
+METRICS: Final = (
+    *common_metrics(
+        "blocks", "used_bytes", "capacity_bytes", "evicted_blocks_total", "wasted_bytes_total", "corrupt_blocks_total"
+    ),
+)
