@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any, Final
 
 from tiered_kv.cli.arguments import describe_use
@@ -11,12 +12,12 @@ from tiered_kv.config.hooks import PluginState, TierType, tier_plugins
 from tiered_kv.config.stack_config import stack_schema
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.config.validation import suggestion
-from tiered_kv.cpu.policies import BUILT_IN_POLICIES
+from tiered_kv.cpu.policies import policies
 from tiered_kv.errors import ConfigError
 
 Schema = dict[str, Any]  # Any: JSON
 _ABOUT: Final = {
-    "plugins": "List the tier types that a stack's file can name, or the settings of one type.",
+    "plugins": "List the tier types and eviction policies that a stack's file can name, or the settings of one type.",
     "schema": "Print the JSON schema of a stack's file, with the settings of every tier type found here. For an editor "
     "with a YAML language server, save it with `tiered-kv schema > stack.schema.json` and begin the stack's file with "
     "`# yaml-language-server: $schema=stack.schema.json`.",
@@ -32,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", nargs="?", help="show the settings of this tier type")
     describe_use(
         parser,
-        ("tiered-kv plugins", "the tier types that were found"),
+        ("tiered-kv plugins", "the tier types and policies that were found"),
         ("tiered-kv plugins nvme", "what an entry of this type under 'secondary' can say"),
         ("tiered-kv plugins --json", "all types with all settings, for a script"),
-        found="a plugin could not be loaded",
+        found="a plugin or a policy could not be loaded",
     )
 
 
@@ -54,6 +55,8 @@ def _plugins(args: argparse.Namespace) -> Status:
         known = sorted(tier.name for state in states for tier in state.tiers)
         nearest = suggestion(args.name, known)
         raise ConfigError(f"there is no tier type '{args.name}'{nearest}; there are: {', '.join(known) or 'none'}")
+    found_policies = policies().found() if args.name is None else []
+    broken_policies = [policy for policy in found_policies if policy.error]
     if args.json:
         print_json(
             {
@@ -71,6 +74,7 @@ def _plugins(args: argparse.Namespace) -> Status:
                     {"plugin": state.plugin, "distribution": state.distribution, "error": state.error}
                     for state in broken
                 ],
+                "policies": [asdict(policy) for policy in found_policies],
             }
         )
     elif args.name is not None:
@@ -80,10 +84,14 @@ def _plugins(args: argparse.Namespace) -> Status:
         rows = [[tier.name, state.distribution or state.plugin, tier.description] for state, tier in found]
         print_table(["type", "from", "what it is"], rows, numbers=False)
         print_text("`tiered-kv plugins NAME` shows the settings of a type, also its codecs.")
-        print_text(f"Policies of the primary tier: {', '.join(BUILT_IN_POLICIES)}.")
-    for state in [] if args.json else broken:
-        print_text(f"broken: {state.origin}: {state.error}")
-    return Status.FOUND if broken else Status.OK
+        print_text(f"Policies of the primary tier: {', '.join(policies().names)}.")
+        usable = [each for each in found_policies if not each.error]
+        rows = [[each.name, each.distribution or "built in", each.description] for each in usable]
+        print_table(["policy", "from", "what it is"], rows, numbers=False)
+    errors = [(each.origin, each.error) for each in broken] + [(each.origin, each.error) for each in broken_policies]
+    for origin, error in [] if args.json else errors:
+        print_text(f"broken: {origin}: {error}")
+    return Status.FOUND if errors else Status.OK
 
 
 def _settings(tier: TierType) -> list[dict[str, object]]:

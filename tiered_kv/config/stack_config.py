@@ -16,7 +16,7 @@ from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
 from tiered_kv.config.validation import suggestion, validate
-from tiered_kv.cpu.policies import BUILT_IN_POLICIES
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES, policies
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINT_NAMES, HintName
 
@@ -55,7 +55,7 @@ class PrimarySettings(StrictModel):
     capacity: Bytes = Field(description="Size of the region; rounded down to whole blocks.")
     policy: str = Field(
         default="lru",
-        description=f"The eviction policy: {', '.join(BUILT_IN_POLICIES)}, or module:Class.",
+        description=f"The eviction policy: {', '.join(BUILT_IN_POLICIES)}, another that was found, or module:Class.",
     )
     shared: str | None = Field(
         default=None,
@@ -93,9 +93,9 @@ class PrimarySettings(StrictModel):
     @field_validator("policy")
     @classmethod
     def _policy_has_a_name(cls, policy: str) -> str:
-        if policy not in BUILT_IN_POLICIES and not REFERENCE.fullmatch(policy):
-            nearest = suggestion(policy, [*BUILT_IN_POLICIES])
-            raise ValueError(f"expected {', '.join(BUILT_IN_POLICIES)}, or 'module:Class' of a policy{nearest}")
+        if policy not in BUILT_IN_POLICIES and not REFERENCE.fullmatch(policy) and policy not in policies().names:
+            nearest = suggestion(policy, policies().names)
+            raise ValueError(f"expected {', '.join(policies().names)}, or 'module:Class' of a policy{nearest}")
         return policy
 
 

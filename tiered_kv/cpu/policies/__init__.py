@@ -1,24 +1,17 @@
-"""Eviction policies of the primary tier: their contract, and the built-in ones by name."""
+"""Eviction policies of the primary tier: their contract, and a policy by its name."""
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any
 
-from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.backend import CPUBlock, RequestChain
+from tiered_kv.cpu.policies.found import BUILT_IN_POLICIES, LOCATION, policies
 from tiered_kv.errors import ConfigError, remedy_of
 
-__all__ = ["BUILT_IN_POLICIES", "CachePolicy", "RequestChain", "make_policy"]
-
-BUILT_IN_POLICIES: Final = {
-    "lru": "tiered_kv.cpu.policies.recency:LRUPolicy",
-    "arc": "tiered_kv.cpu.policies.recency:ARCPolicy",
-    "density": "tiered_kv.cpu.policies.density:DensityPolicy",
-}
-"""The class of each name that a stack's file may give; it is imported when a primary tier is made."""
+__all__ = ["BUILT_IN_POLICIES", "CachePolicy", "RequestChain", "make_policy", "policies"]
 
 
 class CachePolicy(ABC):
@@ -97,27 +90,27 @@ class CachePolicy(ABC):
 
 
 def make_policy(name: str, num_blocks: int) -> CachePolicy:
-    """Return a policy for `num_blocks` blocks by its name in `BUILT_IN_POLICIES`, or by "module:Class".
+    """Return a policy for `num_blocks` blocks by its name, as `found.policies` knows it, or by "module:Class".
 
     Raises:
         ConfigError: There is no such policy, or the class is not a `CachePolicy`.
     """
-    module_name, _, class_name = BUILT_IN_POLICIES.get(name, name).partition(":")
-    if not class_name:
-        raise ConfigError(
-            f"there is no policy {name!r}{suggestion(name, [*BUILT_IN_POLICIES])}; known are "
-            f"{', '.join(BUILT_IN_POLICIES)}, or give 'module:Class'",
-            location="primary.policy",
-        )
     try:
-        policy: object = getattr(importlib.import_module(module_name), class_name)(num_blocks)
+        policy: object = _load(name)(num_blocks)
+    except ConfigError:
+        raise
     except Exception as error:  # any exception that a third-party module raises
         if remedy_of(error):
             raise
         raise ConfigError(
             f"the policy {name!r} cannot be made for {num_blocks} blocks: {type(error).__name__}: {error}",
-            location="primary.policy",
+            location=LOCATION,
         ) from error
     if not isinstance(policy, CachePolicy):
-        raise ConfigError(f"{name!r} is not a subclass of {CachePolicy.__qualname__}", location="primary.policy")
+        raise ConfigError(f"{name!r} is not a subclass of {CachePolicy.__qualname__}", location=LOCATION)
     return policy
+
+
+def _load(name: str) -> Any:  # Any: whatever the name stands for
+    module_name, _, class_name = name.partition(":")
+    return getattr(importlib.import_module(module_name), class_name) if class_name else policies().load(name)
