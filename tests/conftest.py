@@ -32,6 +32,7 @@ from tests.support.places import place_of
 from tests.support.redis_groups import redis_cluster, redis_sentinel, tls_redis_cluster, tls_redis_sentinel
 from tests.support.redis_servers import redis_server, tls_redis_server
 from tests.support.s3_servers import installed_server, moto_bucket, moto_server
+from tests.support.sample import sample
 from tests.support.server_process import fake_redis_url
 from tests.support.stacks import Register, ReplaceModule, plugged_class
 from tiered_kv.testing.control import ManualClock
@@ -78,15 +79,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="of each test's cases run the first and every N-th after it, or both of two, and none that is marked "
-        "`full`; as .ci/run does",
+        help="of each test's cases run the first and every N-th after it, and none that is marked `full`",
     )
     parser.addoption(
         "--one-test-in",
         type=int,
         default=1,
         metavar="N",
-        help="of all tests, however many cases each has, run every N-th; as .ci/run does with other interpreters",
+        help="of all tests, however many cases each has, run one in N; as .ci/run does",
+    )
+    parser.addoption(
+        "--sample-seed",
+        default="",
+        metavar="TEXT",
+        help="choose others for --one-in and --one-test-in, the same for the same text; .ci/run takes the commit",
     )
 
 
@@ -107,19 +113,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `--one-in` and `--one-test-in` say, the same in each run, and tests that are marked `full`."""
+    """Leave out what `--one-in` and `--one-test-in` say, and tests that are marked `full`."""
     one_in, one_test_in = config.getoption("--one-in"), config.getoption("--one-test-in")
     if one_in == one_test_in == 1:
         return
-    left = {item for item in items if item.get_closest_marker("full") is not None}
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item not in left:
-            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
-    left |= {item for each in cases.values() if len(each) > 2 for n, item in enumerate(each) if n % one_in}
-    left |= {item for n, each in enumerate(cases.values()) if n % one_test_in for item in each}
-    config.hook.pytest_deselected(items=list(left))
-    items[:] = [item for item in items if item not in left]
+        if item.get_closest_marker("full") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    names = [(name, len(cases)) for name, cases in tests.items()]
+    chosen = sample(names, one_in, one_test_in, config.getoption("--sample-seed"))
+    kept = {tests[name][case] for name, case in chosen}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CI = (ROOT / ".ci" / "run").read_text()
+TASKS = (ROOT / "noxfile.py").read_text()
 EXAMPLES = ROOT / "examples"
 TEXTS = sorted(
     path
@@ -42,12 +43,18 @@ def test_two_commands_of_the_readme_do_all_the_set_up() -> None:
     assert len(job) == len(tests) == 3
 
 
-def test_continuous_integration_takes_the_command_of_the_tests_from_the_readme() -> None:
-    (pattern,) = re.findall(r"command=\$\(grep -E '([^']+)' README\.md\)", CI)
-    (command,) = [line for line in README.splitlines() if re.search(pattern, line)]
+def test_the_task_of_the_quick_tests_takes_their_command_from_the_readme() -> None:
+    (pattern,) = re.findall(r'command = re\.findall\("([^"]+)"', TASKS)
+    (command,) = re.findall(pattern, README, re.MULTILINE)
     assert command in lines_of_blocks(README)
-    assert '&& $command"' in CI
-    assert command not in CI, "a copy would stay as it is when the README changes"
+    assert '"bash", "-c", command[0]' in TASKS
+    assert command not in TASKS + CI, "a copy would stay as it is when the README changes"
+
+
+def test_continuous_integration_runs_every_task() -> None:
+    tasks = set(re.findall(r"^@nox\.session.*\ndef (\w+)", TASKS, re.MULTILINE))
+    (two_at_a_time,) = re.findall(r"printf '%s\\n' ([a-z_ ]+) \|\n *xargs -P 2 ", CI)
+    assert {"install", *two_at_a_time.split(), "figures"} == tasks
 
 
 def commands_that_install_by_name(text: str) -> Iterator[str]:
@@ -121,7 +128,7 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
 
 def test_the_site_is_built_so_that_a_warning_fails() -> None:
     """MkDocs counts no warnings with --quiet, so that --strict fails nothing."""
-    (build,) = re.findall(r"mkdocs\"? build [^\n]*", CI)
+    (build,) = re.findall(r'"mkdocs", "build", [^\n]*', TASKS)
     assert "--strict" in build
     assert not re.search(r"--quiet|-q\b", build)
 
@@ -138,6 +145,5 @@ def test_the_tests_admit_the_oldest_libraries_that_the_extras_admit() -> None:
     assert of_extras <= floors({"test"})
 
 
-def test_continuous_integration_tries_the_oldest_libraries() -> None:
-    assert 'quick_in "$work/oldest" "$oldest" lowest-direct ' in CI
-    assert "--resolution \"$resolution\" '.[test]'" in CI
+def test_a_task_tries_the_oldest_libraries() -> None:
+    assert '["--resolution", "lowest-direct", ".[test]"]' in TASKS
