@@ -133,13 +133,13 @@ def test_frozen_servers_do_not_delay_the_scheduler_and_are_used_again(tmp_path: 
 
 
 ROOT = Path(__file__).parents[2]
-OF_THE_QUICKSTART = ("cpu", "nvme", "redis", "s3")
+OF_THE_EXAMPLE = ("cpu", "nvme", "redis", "s3")
 WAIT_S = 300.0
 
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_the_commands_in_the_quickstart_have_hits_in_each_of_the_four_tiers(tmp_path: Path) -> None:
+def test_the_commands_beside_the_examples_have_hits_in_each_of_the_four_tiers(tmp_path: Path) -> None:
     scripts = Path(sys.executable).parent
     path = f"{scripts}:{os.environ['PATH']}"
     missing = [
@@ -147,7 +147,7 @@ def test_the_commands_in_the_quickstart_have_hits_in_each_of_the_four_tiers(tmp_
     ]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    commands = shown("tutorial/quickstart.md")["all tiers"]
+    commands = shown("../examples/README.md")["all tiers"]
     for name, ours in (("6379", str(free_port())), ("9000", str(free_port())), ("examples/", f"{ROOT}/examples/")):
         commands = commands.replace(name, ours)
     with subprocess.Popen(
@@ -165,4 +165,4 @@ def test_the_commands_in_the_quickstart_have_hits_in_each_of_the_four_tiers(tmp_
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the servers too, if it did not come to its end
     assert "compared byte by byte: all are right" in " ".join(output.split()), output + errors
-    assert all(re.search(rf"^ {name} +[1-9]", output, re.MULTILINE) for name in OF_THE_QUICKSTART), output
+    assert all(re.search(rf"^ {name} +[1-9]", output, re.MULTILINE) for name in OF_THE_EXAMPLE), output
