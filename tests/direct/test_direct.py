@@ -7,7 +7,6 @@ import mmap
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -474,8 +473,11 @@ def test_close_waits_for_transfers_and_fails_what_waits(open_held: OpenHeld, gat
     tiers = open_held(store_budget=2 * BLOCK_BYTES)
     tiers.store(make_keys(4), offsets(4), reports.append)
     wait_until(lambda: tiers.counters()["held"]["waiting_blocks"] == 2, WAIT_S)
-    threading.Timer(0.05, gate.open).start()
-    assert tiers.close(WAIT_S)
+    with ThreadPoolExecutor(1) as closer:
+        closing = closer.submit(tiers.close, WAIT_S)
+        wait_until(lambda: tiers.counters()["held"]["waiting_blocks"] == 0, WAIT_S)
+        gate.open()
+        assert closing.result(WAIT_S)
     assert reports == [[True, True, False, False]]
     with pytest.raises(ShutdownError, match="closed"):
         tiers.contains(make_keys(1), reports.append)

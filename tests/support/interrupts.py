@@ -6,6 +6,7 @@ import dis
 import itertools
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -92,14 +93,31 @@ def interrupts(prepare: Callable[[], Call], one_in: int = 1, *, where_handlers_r
 
 @contextmanager
 def signalled(handler: Callable[[int, FrameType | None], None], after_s: float) -> Iterator[None]:
-    """Have a handler run in the main thread, once, `after_s` from now."""
+    """Have a handler run in the main thread, once, `after_s` from now: on a busy machine before the block begins, too.
+
+    A handler that raises needs its `pytest.raises` around this block.
+    """
     before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, after_s)
     try:
+        signal.setitimer(signal.ITIMER_REAL, after_s)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Have a handler run in the main thread whenever another thread calls `signal_main_thread`."""
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def signal_main_thread() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:

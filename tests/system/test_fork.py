@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +16,7 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from tests.support.interrupts import signalled
+from tests.support.interrupts import handled, signal_main_thread
 from tests.support.stacks import stack_of
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.direct import DirectTiers
@@ -93,7 +93,7 @@ def test_in_another_process_a_stack_refuses_and_closes_nothing() -> None:
 
 
 def test_a_child_that_a_signal_handler_forks_does_not_wait_for_the_parent_s_call() -> None:
-    calls = CallThread("tiered-kv-calls")
+    calls, has_forked = CallThread("tiered-kv-calls"), threading.Event()
     child: int | None = None
 
     def fork(number: int, frame: FrameType | None) -> None:
@@ -102,11 +102,17 @@ def test_a_child_that_a_signal_handler_forks_does_not_wait_for_the_parent_s_call
         if not child:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(60)
+        else:
+            has_forked.set()
+
+    def last_until_the_fork() -> None:
+        signal_main_thread()
+        assert has_forked.wait(60.0)
 
     status = 1
     try:
-        with signalled(fork, 0.05):
-            calls.run(lambda: time.sleep(0.3))
+        with handled(fork):
+            calls.run(last_until_the_fork)
     except ShutdownError:
         status = 0
     finally:

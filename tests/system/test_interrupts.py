@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier
 from tests.support.interrupt_cases import BLOCK_BYTES, BLOCKS, CONTENT, WAIT_S, check_stack, interrupt_call, new_keys
-from tests.support.interrupts import Interrupt, interrupt, signalled
+from tests.support.interrupts import Interrupt, handled, interrupt, signal_main_thread, signalled
 from tests.support.shortages import Resource, Shortage, outage
 from tests.support.stacks import PATIENT, Register, stack_of
 from tests.support.threads import no_threads
@@ -65,7 +65,7 @@ def test_a_put_that_waits_for_room_ends_when_it_is_interrupted(held: Gate) -> No
     with open_stack(stack_of(HELD, blocks=BLOCKS)) as stack:
         assert stack.put(new_keys(2), CONTENT[:2]) == 2
         began_s = time.monotonic()
-        with signalled(interrupt, 0.05), pytest.raises(Interrupt):
+        with pytest.raises(Interrupt), signalled(interrupt, 0.05):
             stack.put(new_keys(2), CONTENT[:2], timeout=10 * WAIT_S)
         assert time.monotonic() - began_s < WAIT_S
         held.open()
@@ -94,10 +94,11 @@ def test_an_interrupted_caller_waits_a_limited_time_for_a_call_that_hangs(
     calls, began_s, undone = interrupts.CallThread("tiered-kv-calls"), time.monotonic(), Gate(is_open=False)
 
     def hang() -> bool:
+        signal_main_thread()
         gate.pass_through()
         return True
 
-    with signalled(interrupt, 0.05), pytest.raises(Interrupt):
+    with handled(interrupt), pytest.raises(Interrupt):
         calls.run(hang, undo=lambda _: undone.open())
     assert time.monotonic() - began_s < WAIT_S / 2
     gate.open()
