@@ -42,7 +42,7 @@ LIBRARIES = {
 }
 """What is missing where an extra was not installed."""
 
-NO_TIER = {"docs", "report", "torch", "transformers", "lmcache", "sglang", "test", "all"}
+NO_TIER = {"docs", "report", "torch", "transformers", "test", "all"}
 """Extras that no tier type and no codec asks for."""
 
 CODECS: dict[str, Entry] = {
