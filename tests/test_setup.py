@@ -110,6 +110,18 @@ def test_an_example_names_the_extras_that_it_needs(path: Path) -> None:
     assert needed == (set(named[1].split(",")) if named else set())
 
 
+def test_the_examples_have_an_index_with_their_extras() -> None:
+    index = (EXAMPLES / "README.md").read_text()
+    rows = [line.split("|")[1:3] for line in index.splitlines() if line.startswith("| ") and "`" in line]
+    for path in EXAMPLES.iterdir():
+        if path.name != "README.md" and path.name != "__pycache__":
+            assert f"`{path.name}" in index, "each example has its row"
+        if path.suffix in {".py", ".yaml"} and path.name != "prices.yaml":
+            (needs,) = [needs for names, needs in rows if f"`{path.name}`" in names]
+            named = re.search(r"pip install '\.\[([a-z0-9,]+)\]'", path.read_text())
+            assert set(re.findall(r"`(\w+)`", needs)) == (set(named[1].split(",")) if named else set())
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     def pages(entry: object) -> Iterator[str]:
         match entry:
