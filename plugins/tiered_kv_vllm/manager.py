@@ -20,6 +20,7 @@ from tiered_kv.base import LoadStoreSpec, OffloadKey, PrepareStoreOutput, ReqCon
 from tiered_kv.base import OffloadPolicy as OurPolicy
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.engines.prefill_meter import PROMPT_TOKENS_MIN, PrefillMeter
+from tiered_kv.metrics.series import CounterView
 from tiered_kv.stack.open import EngineStack
 from tiered_kv.system.threads import STEP
 from tiered_kv.tiering.interface import CacheManager
@@ -286,9 +287,9 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
             engine = self._manager.cost
             engine.block_s, engine.growth_s = tokens * cost.token_s, tokens**2 * cost.growth_s
             engine.notice_s = self._meter.step_s
-        return self._report.take(self._manager.counters)
+        return self._report.take(self._manager.registry.snapshot)
 
-    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+    def counters(self) -> CounterView:
         return self._manager.counters()
 
     def config_info(self) -> Sequence[Mapping[str, str | int]]:

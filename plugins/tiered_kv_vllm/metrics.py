@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice, pairwise
 from typing import Any
 
@@ -27,15 +27,16 @@ from tiered_kv.base import OffloadingEvent
 from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.metrics.histogram import HistogramValue
 from tiered_kv.metrics.metric import Metric
+from tiered_kv.metrics.series import Snapshot, TierSeries, Value
 from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER_PREFIX
 from tiered_kv.stack.exporters.metrics import (
     DROPPED,
     DROPPED_METRIC,
     THIRD_PARTY,
     THIRD_PARTY_METRIC,
-    Counters,
-    Series,
+    Exposed,
     series_of,
 )
 
@@ -81,19 +82,19 @@ class CounterReport:
     def __init__(self, secrets: set[str]) -> None:
         self._secrets = secrets
         self._next_s = time.monotonic()
-        self._left: Iterator[Series] | None = None
-        self._read: Counters = {}
-        """The counters as they were read last."""
-        self._sent: dict[tuple[str, ...], Any] = {}  # Any: as `Series.value`
+        self._left: Iterator[Exposed] | None = None
+        self._read = Snapshot()
+        """The series as they were read last."""
+        self._sent: dict[tuple[str, ...], Value] = {}
 
-    def take(self, counters: Callable[[], Counters]) -> Any:  # Any: vLLM's own
+    def take(self, snapshot: Callable[[], Snapshot]) -> Any:  # Any: vLLM's own
         """Return the next changes as vLLM's statistics; None if all were sent, or until a second has passed."""
         if self._left is None:
             now_s = time.monotonic()
             if now_s < self._next_s:
                 return None
             self._next_s = now_s + _INTERVAL_S
-            last, self._read = self._read, counters()
+            last, self._read = self._read, snapshot()
             self._left = series_of(_changed(last, self._read), self._secrets)
         part = list(islice(self._left, _STEP_SERIES_MAX))
         if not part:
@@ -109,13 +110,15 @@ class CounterReport:
         return stats
 
 
-def _changed(before: Counters, now: Counters) -> Counters:
-    """Return the counters that differ: most do not, and their series need not be made."""
-    changed: dict[str, dict[str, Any]] = {}  # Any: as `Counters`
-    for tier, values in now.items():
-        old = before.get(tier, {})
-        changed[tier] = {name: value for name, value in values.items() if name not in old or _differ(old[name], value)}
-    return changed
+def _changed(before: Snapshot, now: Snapshot) -> Snapshot:
+    """Return the families that differ: most do not, and their series need not be made."""
+    changed = dict[str, TierSeries]()
+    for tier, counted in now.tiers.items():
+        old = before.tiers.get(tier, TierSeries({}))
+        families = {name: family for name, family in counted.families.items() if old.families.get(name) != family}
+        is_same = old.own is not None and counted.own is not None and not _differ(old.own.stats, counted.own.stats)
+        changed[tier] = TierSeries(families, None if is_same else counted.own)
+    return Snapshot(changed)
 
 
 def _differ(before: object, now: object) -> bool:
@@ -125,18 +128,19 @@ def _differ(before: object, now: object) -> bool:
         return True
 
 
-def _add(stats: Any, series: Series, before: Any) -> None:  # Any: vLLM's own, and as `Series.value`
+def _add(stats: Any, series: Exposed, before: Value | None) -> None:  # Any: vLLM's own
     name, labels, value = series.name, series.labels, series.value
-    if series.metric.bounds:
-        for observation in new_values(before, value):
+    if isinstance(value, dict):
+        for observation in new_values(before if isinstance(before, dict) else None, value):
             stats.observe_histogram(name, observation, labels)
     elif series.metric.is_total:
-        stats.increase_counter(name, max(value - (before or 0), 0), labels)
+        last = before if isinstance(before, (int, float)) else 0
+        stats.increase_counter(name, max(value - last, 0), labels)
     else:
         stats.set_gauge(name, value, labels)
 
 
-def new_values(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[float]:
+def new_values(before: HistogramValue | None, now: HistogramValue) -> list[float]:
     """Return values that turn one `Histogram.snapshot` into another: with its counts in each bucket, and its sum."""
     counts = list(now["buckets"].values())
     total = now["sum"]

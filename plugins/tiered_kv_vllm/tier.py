@@ -24,11 +24,14 @@ from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import BY_REQUEST, HintReader, Hints
+from tiered_kv.metrics.registry import Registry
+from tiered_kv.metrics.series import CounterView
 from tiered_kv.system.limits import compare, require
 from tiered_kv.tiering.answers import checked_answer, tier_exceptions
 from tiered_kv.tiering.base import JobMetadata, TierSpec
 from tiered_kv.tiering.base import JobResult as OurResult
 from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.tiering.gauges import report_tier
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv_vllm.engine import (
     VLLM_ROW_LAYOUT,
@@ -138,6 +141,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         self._guarded = GuardedTier(
             opened, settings, self._block_bytes, budget_bytes, time.monotonic, reports_events=self._has_events
         )
+        self._registry = Registry()
+        report_tier(self._guarded, self._registry)
         self._reporting = frozenset((settings.name,) if opened.reports_stored else ())
         self._is_closed = False
         self._hint_reader = HintReader()
@@ -322,11 +327,11 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         return metric_definitions()
 
     def get_stats(self) -> Any:
-        return self._report.take(self.counters)
+        return self._report.take(self._registry.snapshot)
 
-    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+    def counters(self) -> CounterView:
         """Return the tier's counters by its name; those that the tier counts itself are under "tier"."""
-        return {self._guarded.name: self._guarded.snapshot()}
+        return CounterView(self._registry.snapshot())
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:

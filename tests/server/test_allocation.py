@@ -18,6 +18,7 @@ from tests.support.host_server import BLOCK_BYTES, WAIT_S, Engine, Served, keys_
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ResourceError
+from tiered_kv.metrics.series import CounterView
 from tiered_kv.server import allocation, memory
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.memory import Generations, HostRegion
@@ -103,7 +104,7 @@ def test_only_rows_that_are_allocated_are_handed_out(tmp_path: Path, pages: Page
         assert wait_for_rows(served) == ROWS
         assert max(store_all(engine)) == ROWS - 1
         assert allocated_bytes(region.fd) == ROWS * BLOCK_BYTES
-        assert served.host.observed().counters()["cpu"]["ready_bytes"] == ROWS * BLOCK_BYTES
+        assert CounterView(served.host.observed().snapshot())["cpu"]["ready_bytes"] == ROWS * BLOCK_BYTES
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 7, 15])
@@ -118,7 +119,7 @@ def test_where_pages_are_refused_the_server_has_fewer_rows_and_says_so(
         assert rows == chunks * CHUNK_ROWS
         assert store_all(engine) <= set(range(rows))
         assert engine.load(keys_of(4, 2 * ROWS - 4)) == 4
-        counted = served.host.observed().counters()["cpu"]
+        counted = CounterView(served.host.observed().snapshot())["cpu"]
         assert counted["ready_bytes"] == rows * BLOCK_BYTES
         assert counted["used_blocks"] <= rows
     assert (

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.support.stacks import BUILT_IN_TIERS
 from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.metrics.metric import Metric
-from tiered_kv.metrics.vocabulary import ACCOUNT, ATTACHED, AUDIT, COMMON, HISTORY, PRIMARY, SECONDARY, SERVER
+from tiered_kv.metrics.vocabulary import ACCOUNT, ATTACHED, AUDIT, COMMON, EVENTS, HISTORY, PRIMARY, SECONDARY, SERVER
 from tiered_kv.reasons import FAILED, SENTENCES, SKIPPED, TOO_SLOW_REASONS, Fate, RecordStatus
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -75,6 +75,7 @@ MANAGER_TABLES = {
     "SECONDARY": SECONDARY,
     "HISTORY": HISTORY,
     "AUDIT": AUDIT,
+    "EVENTS": EVENTS,
     "ATTACHED": ATTACHED,
     "SERVER": SERVER,
 }

@@ -13,6 +13,8 @@ from tiered_kv.config.secrets import HIDDEN, EnvironmentText, redact, scrub
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.validation import Location, Problems, check, dotted, raise_problems
 from tiered_kv.errors import ConfigError
+from tiered_kv.metrics.metric import Metric
+from tiered_kv.metrics.vocabulary import COMMON
 
 
 def tier_settings(entry: object) -> TierSettings:
@@ -26,6 +28,16 @@ def tier_type_of(settings: TierSettings) -> TierType:
     if not isinstance(tier_type, TierType):
         settings._tier_type = tier_type = tier_plugins().resolve(settings.type)
     return tier_type
+
+
+def declared_metrics(settings: TierSettings) -> dict[str, Metric]:
+    """Return by name what the type of an entry declares, and what several tiers have in common.
+
+    Settings that a program has made have no tier type.
+    """
+    tier_type = getattr(settings, "_tier_type", None)
+    own = tier_type.metrics if isinstance(tier_type, TierType) else ()
+    return COMMON | {metric.name: metric for metric in own}
 
 
 def check_entries(entries: object, location: Location, taken: Mapping[str, str]) -> tuple[TierSettings, ...]:

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
-from typing import Any
 
 from tiered_kv.base import (
     OffloadingEvent,
@@ -20,7 +19,7 @@ from tiered_kv.cpu.backend import PROMOTION, CPUBackend, CPUBlock
 from tiered_kv.cpu.orphans import Orphans
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
 from tiered_kv.cpu.policies.guarded import guarded_policy
-from tiered_kv.hints import BY_REQUEST, HINT_NAMES, HintReader, Hints
+from tiered_kv.hints import HINT_NAMES, HintReader, Hints
 from tiered_kv.mediums import CPULoadStoreSpec
 
 CHAINS_MAX = 100_000
@@ -248,7 +247,7 @@ class CPUOffloadingManager(OffloadingManager):
         else:
             self.backend.region.unlink()
 
-    def snapshot(self) -> dict[str, Any]:  # Any: as `Counters.snapshot`
+    def snapshot(self) -> dict[str, int]:
         """Return counters of blocks, bytes and hints. Any thread may call."""
         blocks, block_bytes = len(self.blocks), self.backend.block_size
         return {
@@ -259,7 +258,6 @@ class CPUOffloadingManager(OffloadingManager):
             "hinted_requests_total": self.hint_reader.hinted,
             "refused_hints_total": self.hint_reader.refused,
             "ignored_hint_actions_total": self.hint_reader.ignored_actions,
-            "skipped_blocks_total": {BY_REQUEST: self.skipped_blocks} if self.skipped_blocks else {},
         }
 
     # For the tiering manager only.

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
@@ -71,9 +71,9 @@ class TierQueue:
         """Whether no job is in flight, not even an expired one."""
         return not self._in_flight
 
-    def snapshot(self) -> dict[str, Any]:  # Any: as `Counters.snapshot`
-        is_disabled = self.guarded.is_disabled
-        return {**self.guarded.snapshot(), "waiting_blocks": self.waiting_blocks, "is_disabled": is_disabled}
+    def state(self) -> dict[str, int | bool]:
+        """Return what the counters show beside those of the tier. Any thread may call."""
+        return {"waiting_blocks": self.waiting_blocks, "is_disabled": self.guarded.is_disabled}
 
     def tasks_in_flight(self) -> list[Task]:
         """Return the tasks of jobs that the tier has not reported. After an error: it drops the jobs' results."""

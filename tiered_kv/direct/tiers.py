@@ -25,11 +25,14 @@ from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.direct.tasks import Done, Kind, Task
 from tiered_kv.direct.thread import TierThread
 from tiered_kv.errors import ConfigError, needing_resources
+from tiered_kv.metrics.registry import Registry
+from tiered_kv.metrics.series import CounterView
 from tiered_kv.stack.buffers import bytes_in
 from tiered_kv.system.interrupts import CallThread
 from tiered_kv.system.limits import compare, require
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.tiering.gauges import report_tier
 from tiered_kv.tiering.guarded import GuardedTier
 
 BUDGET_BYTES_MAX: Final = 256 << 20
@@ -87,6 +90,7 @@ class DirectTiers:
         self._rows = self._memory[: rows * block_bytes].cast("B", (rows, block_bytes))
         self._numbers = count()
         self._thread = TierThread(on_removed)
+        self._registry = Registry()
         self._call_thread = CallThread("tiered-kv-direct-calls")
         entries = [tier_settings(tier) for tier in tiers]
         if len({entry.name for entry in entries}) != len(entries) or not entries:
@@ -117,6 +121,7 @@ class DirectTiers:
                     guarded = self._open(entry, spec_of(entry.name))
                     undo.callback(guarded.call, "shutdown")
                     self._thread.add(guarded)
+                    report_tier(guarded, self._registry)
                 self._thread.start()
                 undo.pop_all()
 
@@ -205,7 +210,10 @@ class DirectTiers:
 
     def _counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
         own = {**self._thread.counters.snapshot(), "open_tasks": self._thread.open_tasks}
-        return {"": own, **{queue.guarded.name: queue.snapshot() for queue in self._thread.queues}}
+        of_tiers = CounterView(self._registry.snapshot())
+        for queue in self._thread.queues:
+            of_tiers[queue.guarded.name] |= queue.state()
+        return {"": own, **of_tiers}
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Refuse further calls, wait up to `timeout_s` for transfers, and close the tiers, each in bounded time.

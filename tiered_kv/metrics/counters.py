@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from tiered_kv.metrics.histogram import is_histogram
 from tiered_kv.metrics.metric import Metric
+from tiered_kv.metrics.series import Family
 
 LABELS_MAX: Final = 64
 """Limit of label combinations of one counter: some labels are words from storage, or from third-party tiers."""
@@ -32,10 +33,11 @@ class Counters:
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
-        counted = [metric for metric in metrics if metric.is_total]
-        self._counts: dict[tuple[str, ...], int] = {(metric.name,): 0 for metric in counted if not metric.labels}
-        self._labelled = {metric.name: metric for metric in counted if metric.labels}
-        self._combinations = dict.fromkeys(self._labelled, 0)  # of labels
+        self._metrics = {metric.name: metric for metric in metrics if metric.is_total}
+        self._counts: dict[tuple[str, ...], int] = {
+            (name,): 0 for name, metric in self._metrics.items() if not metric.labels
+        }
+        self._combinations = {name: 0 for name, metric in self._metrics.items() if metric.labels}  # of labels
         self._lock = threading.Lock()
 
     def add(self, name: str, *labels: str, count: int = 1) -> None:
@@ -43,7 +45,7 @@ class Counters:
         path = (name, *labels)
         with self._lock:
             if path not in self._counts:
-                if name not in self._labelled or len(labels) != len(self._labelled[name].labels):
+                if not labels or len(labels) != len(self._metrics[name].labels):
                     raise KeyError(name)
                 if self._combinations[name] < LABELS_MAX:
                     self._combinations[name] += 1
@@ -55,17 +57,25 @@ class Counters:
         """Return a counter without labels."""
         return self._counts[name,]
 
-    def snapshot(self) -> dict[str, Any]:  # Any: a number, or a dictionary of them by label
-        """Return all counters by name; a counter with labels is a dictionary by label, empty before its first event."""
+    def total(self, name: str, *labels: str) -> int:
+        """Return the sum of a counter over all labels but the first ones, which are given."""
+        path = (name, *labels)
         with self._lock:
             counts = list(self._counts.items())
-        nested: dict[str, Any] = {name: {} for name in self._labelled}
-        for (*above, last), count in counts:
-            inner = nested
-            for step in above:
-                inner = inner.setdefault(step, {})
-            inner[last] = count
-        return nested
+        return sum(count for counted, count in counts if counted[: len(path)] == path)
+
+    def families(self) -> list[Family]:
+        """Return all counters; one with labels has no value before its first event."""
+        with self._lock:
+            counts = list(self._counts.items())
+        values: dict[str, dict[tuple[str, ...], int]] = {name: {} for name in self._metrics}
+        for path, count in counts:
+            values[path[0]][path[1:]] = count
+        return [Family(metric, values[name]) for name, metric in self._metrics.items()]
+
+    def snapshot(self) -> dict[str, Any]:  # Any: a number, or a dictionary of them by label
+        """Return all counters by name; a counter with labels is a dictionary by label, empty before its first event."""
+        return {family.metric.name: family.nested() for family in self.families()}
 
 
 def flat_counts(counters: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:

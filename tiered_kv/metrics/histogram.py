@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypedDict, TypeGuard
 
 SECONDS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Buckets of jobs."""
@@ -19,6 +19,14 @@ BYTES: Final = tuple(float(4 << 10 << shift) for shift in range(0, 20, 2))
 """Buckets of jobs' sizes: 4 KiB to 1 GiB, by factors of four."""
 INFINITY: Final = "+Inf"
 """The last bucket."""
+
+
+class HistogramValue(TypedDict):
+    """A histogram at one moment: `buckets` has the number of values in each bucket, by its largest value."""
+
+    sum: float
+    count: int
+    buckets: dict[str, int]
 
 
 class Histogram:
@@ -39,16 +47,31 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def snapshot(self) -> dict[str, Any]:  # Any: a number, or numbers by bucket
-        """Return `sum`, `count`, and `buckets`: the number of values in each, by its largest value."""
+    def snapshot(self) -> HistogramValue:
         counts, total = self._counts.copy(), self._sum
-        names = [*map(repr, self._bounds), INFINITY]
-        return {"sum": total, "count": sum(counts), "buckets": dict(zip(names, counts, strict=True))}
+        return {"sum": total, "count": sum(counts), "buckets": dict(zip(_names(self._bounds), counts, strict=True))}
 
 
-def is_histogram(value: object) -> bool:
-    """Return whether a value of counters is the snapshot of a histogram."""
+def _names(bounds: Sequence[float]) -> list[str]:
+    """Return the names of the buckets."""
+    return [*map(repr, bounds), INFINITY]
+
+
+def is_histogram(value: object) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether a value is meant as the snapshot of a histogram."""
     return isinstance(value, Mapping) and isinstance(value.get("buckets"), Mapping)
+
+
+def checked_histogram(value: object, bounds: Sequence[float]) -> HistogramValue | None:
+    """Return the snapshot of a histogram with these bounds; None for anything else."""
+    if not is_histogram(value):
+        return None
+    total, buckets = value.get("sum"), dict(value["buckets"])
+    if not isinstance(total, float) or [*buckets] != _names(bounds):
+        return None
+    if not all(type(count) is int and count >= 0 for count in buckets.values()):
+        return None
+    return {"sum": total, "count": sum(buckets.values()), "buckets": buckets}
 
 
 def quantile(histogram: Mapping[str, Any], share: float) -> float | None:  # Any: as `Histogram.snapshot`

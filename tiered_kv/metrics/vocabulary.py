@@ -150,6 +150,16 @@ AUDIT: Final = table(
 )
 """Of the audit: `tiering/audit/manager.py`."""
 
+EVENTS: Final = table(
+    Metric("event_messages_total", "Messages sent to subscribers, also if there were none."),
+    Metric(
+        "dropped_event_batches_total",
+        "Batches of one step that were discarded: too many keys waited, or a third-party tier's keys were invalid.",
+    ),
+    Metric("event_replay_requests_total", "Requests for earlier messages."),
+)
+"""Of the publisher of events, in the primary tier: `EventPublisher.snapshot`."""
+
 ATTACHED: Final = table(
     Metric("lost_connections_total", "Connections to the host's server that ended before the engine did."),
     Metric("connection_state", "1 attached, 0 not: then every block is a miss."),
@@ -167,7 +177,7 @@ SERVER: Final = table(
 )
 """Of a host's server, in its primary tier: `Host.observed`."""
 
-MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT, **ATTACHED, **SERVER}
+MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT, **EVENTS, **ATTACHED, **SERVER}
 """The manager's counters, by name."""
 
 COMMON: Final = table(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
 
 from tiered_kv.base import (
     OffloadingEvent,
@@ -14,8 +13,10 @@ from tiered_kv.base import (
     RequestOffloadingContext,
 )
 from tiered_kv.hints import HintReader, Hints
+from tiered_kv.metrics.registry import Registry
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink, HostRows
+from tiered_kv.server.attached_counts import AttachedCounts
 from tiered_kv.server.attached_request import AttachedRequest, parts_of
 from tiered_kv.server.connection import ServerConnection
 from tiered_kv.server.protocol import ROW_MAX, Message
@@ -57,6 +58,9 @@ class AttachedManager(CacheManager):
             on_lost=self._forget_answers,
             on_attached=on_attached,
         )
+        self._counts = AttachedCounts(self.server)
+        self.registry = Registry()
+        self.registry.add(self._counts.measure)
         self._hint_reader = HintReader()
         self._requests: dict[str, AttachedRequest] = {}
         self._by_number: dict[int, AttachedRequest] = {}
@@ -68,8 +72,6 @@ class AttachedManager(CacheManager):
         """Blocks of stores that found too few rows since the last poll. An engine tries them all again."""
         self._transfers = 0
         self._now_s = clock()
-        self._counts = {"loaded_blocks_total": 0, "stored_blocks_total": 0}
-        self._misses = {"absent": 0, "too_late": 0}
         self.poll()
 
     @property
@@ -188,7 +190,7 @@ class AttachedManager(CacheManager):
         if link is None or request is None or request.link is not link or max(found, default=0) > ROW_MAX:
             raise ValueError("a block is not ready to be loaded; look keys up in the same step")
         self._count_transfers(request, len(set(keys)))
-        self._counts["loaded_blocks_total"] += len(found)
+        self._counts.loaded_blocks += len(found)
         return link.rows_of(found)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -243,7 +245,7 @@ class AttachedManager(CacheManager):
                     at += len(part)
                 if self.link is link:
                     link.know([key for key, _ in written], rows)
-                self._counts["stored_blocks_total"] += len(written)
+                self._counts.stored_blocks += len(written)
             else:
                 link.free += rows
         self._count_transfers(request, -len(written))
@@ -301,11 +303,6 @@ class AttachedManager(CacheManager):
         """End the connection. Rows that copies still use stay this engine's until its processes have ended."""
         self.server.close(is_copying=self._transfers > 0)
 
-    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return this engine's own counters; the server's metrics have the rest. Any thread may call."""
-        state = {"misses_total": dict(self._misses), "connection_state": int(self.is_attached)}
-        return {"host": {**self._counts, "lost_connections_total": self.server.losses, **state}}
-
     # Messages from the server.
 
     def _handle(self, message: Message) -> None:
@@ -315,7 +312,7 @@ class AttachedManager(CacheManager):
         if message.code == protocol.ANSWER:
             misses = request.take_answer(message, link)
             if misses:
-                self._misses["absent"] += misses
+                self._counts.absent_blocks += misses
                 self.server.ask_rows(misses)  # the engine will compute and store these
         elif message.code == protocol.KNOWN:
             request.take_known(message)
@@ -371,7 +368,7 @@ class AttachedManager(CacheManager):
         is_unbounded = self.callers_have_timeouts and not request.waits_for_answer
         if is_unbounded or self._now_s - request.asked_s <= limit_s:
             return None
-        self._misses["too_late"] += 1
+        self._counts.late_blocks += 1
         return False
 
     def _count_transfers(self, request: AttachedRequest, blocks: int) -> None:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
@@ -15,6 +15,8 @@ from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.manager import CHAINS_MAX
 from tiered_kv.errors import ResourceError
+from tiered_kv.metrics.series import Snapshot, numbers
+from tiered_kv.metrics.vocabulary import SERVER
 from tiered_kv.server import protocol
 from tiered_kv.server.descriptors import needed_by
 from tiered_kv.server.memory import Generations, HostRegion
@@ -180,18 +182,18 @@ class Host:
 
     def observed(self) -> Observed:
         """Return what exporters read. Any thread may call."""
-        return dataclasses.replace(self.stack.observed(), counters=self._counters)
+        return dataclasses.replace(self.stack.observed(), snapshot=self._snapshot)
 
-    def _counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        counted, sessions = self.stack.counters(), list(self.sessions.values())
-        counted[PRIMARY_NAME] |= {
+    def _snapshot(self) -> Snapshot:
+        snapshot, sessions = self.stack.snapshot(), list(self.sessions.values())
+        gauges = {
             "sessions": len(sessions),
             "leased_blocks": sum(each.leases for each in sessions),
             "granted_blocks": sum(len(each.granted) for each in sessions),
             "lacks_huge_pages": int(not self.region.has_huge_pages),
             "ready_bytes": self.region.ready_rows * self.region.block_bytes,
         }
-        return counted
+        return snapshot.with_families(PRIMARY_NAME, numbers(SERVER, gauges))
 
     @property
     def region(self) -> HostRegion:

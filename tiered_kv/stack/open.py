@@ -20,6 +20,7 @@ from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
 from tiered_kv.metrics.history.recorder import BlockHistory
+from tiered_kv.metrics.series import CounterView, Snapshot
 from tiered_kv.stack.calls import StackCalls
 from tiered_kv.stack.facade import BlockFacade, keys_of
 from tiered_kv.system.interrupts import CallThread
@@ -162,22 +163,26 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             self.server.close(timeout)
         super()._close(timeout)
 
-    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+    def counters(self) -> CounterView:
         """Return the counters by tier; the primary tier is "cpu". See docs/reference/counters.md.
 
         A counter is a number, or a dictionary by label. `tiered_kv.metrics.counters.count_of` reads them.
         """
-        return self._run(self._counters)
+        return CounterView(self.snapshot())
+
+    def snapshot(self) -> Snapshot:
+        """Return the counters as series, each with its metric, tier and labels; `counters` is a view of them."""
+        return self._run(self._snapshot)
 
     def observed(self) -> Observed:
         """Return what exporters read: the manager, too, for what any thread may ask it."""
         from tiered_kv.stack.exporters.status import Observed
 
-        return Observed(self.config, self.history, self._manager, self.opened_s, self.counters)
+        return Observed(self.config, self.history, self._manager, self.opened_s, self.snapshot)
 
-    def _counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+    def _snapshot(self) -> Snapshot:
         with self._call(), self._lock:
-            return self._manager.counters()
+            return self._manager.registry.snapshot()
 
     def _explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
         if self.history is None:
@@ -340,7 +345,7 @@ def open_server(config: StackConfig) -> StatusServer | None:
     from tiered_kv.stack.exporters.metrics import StackCollector
     from tiered_kv.stack.exporters.server import StatusServer
 
-    StackCollector(dict)  # whoever checks a stack opens no more than this server: a missing extra is told here
+    StackCollector(Snapshot)  # whoever checks a stack opens no more than this server: a missing extra is told here
     return StatusServer(*config.metrics.address)
 
 

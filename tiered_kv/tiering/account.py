@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, group_of
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.errors import TierError
-from tiered_kv.metrics.counters import Counters, count_of
+from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.histogram import BYTES, SECONDS, SHORT_SECONDS, Histogram
 from tiered_kv.metrics.history.ledger import CPU, RequestLog
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.notices import Notices
-from tiered_kv.metrics.vocabulary import ACCOUNT, DIRECTIONS
+from tiered_kv.metrics.series import Family, by_label, numbers
+from tiered_kv.metrics.vocabulary import ACCOUNT, DIRECTIONS, EVENTS, HISTORY, MANAGER, SECONDARY
 from tiered_kv.reasons import Fate, reason_of
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.answers import WrongValueError, checked_event, checked_flag, tier_exceptions
@@ -31,7 +32,7 @@ EVENTS_MAX: Final = 1 << 12
 """Events of a tier's jobs that are kept until they are taken; the oldest are dropped."""
 
 _SETTLED_KEYS_MAX = 512
-"""Keys that `add_counts` takes from the history's queue, in about 100 us; more are left to the history's thread."""
+"""Keys that `measure` takes from the history's queue, in about 100 us; more are left to the history's thread."""
 
 
 class TierAccount:
@@ -150,11 +151,9 @@ class TierAccount:
 
     def lost(self) -> Lost:
         """Return how many blocks the tier failed to store or load, or was not given because its breaker was open."""
-        counters = self._counters.snapshot()
-        stores = count_of(counters, "failed_blocks_total", "store") + count_of(
-            counters, "skipped_blocks_total", "breaker"
-        )
-        return Lost(stores, count_of(counters, "failed_blocks_total", "load"))
+        failed, skipped = "failed_blocks_total", "skipped_blocks_total"
+        stores = self._counters.total(failed, "store") + self._counters.total(skipped, "breaker")
+        return Lost(stores, self._counters.total(failed, "load"))
 
     def expired(self, job: JobMetadata) -> None:
         """Record a job whose deadline has passed. In the history, a load's requests report its blocks."""
@@ -200,14 +199,17 @@ class TierAccount:
             about = "tier %r raised in %s; %s"
             logger.error(about, self._name, operation, self._log_limit.about, exc_info=(TierError, nameless, traceback))
 
-    def snapshot(self) -> dict[str, Any]:  # Any: as of counters and histograms
-        """Return all counters and histograms. Any thread may call."""
-        return {
-            **self._counters.snapshot(),
-            "job_seconds": {direction: seconds.snapshot() for direction, seconds in self._job_seconds.items()},
-            "job_bytes": {direction: sizes.snapshot() for direction, sizes in self._job_bytes.items()},
-            "lookup_seconds": self._lookup_seconds.snapshot(),
-        }
+    def measure(self) -> Iterator[tuple[str, list[Family]]]:
+        """Yield all counters and histograms, for a `Registry`. Any thread may call."""
+        yield (
+            self._name,
+            [
+                *self._counters.families(),
+                by_label(SECONDARY["job_seconds"], {name: each.snapshot() for name, each in self._job_seconds.items()}),
+                by_label(SECONDARY["job_bytes"], {name: each.snapshot() for name, each in self._job_bytes.items()}),
+                Family(SECONDARY["lookup_seconds"], {(): self._lookup_seconds.snapshot()}),
+            ],
+        )
 
     def _note_event(self, job: JobMetadata, result: JobResult) -> None:
         """Derive an event from a job: a store has stored blocks, a load may have found blocks removed."""
@@ -323,8 +325,7 @@ class PrimaryAccount:
         if self._history is not None:
             self._history.reset(CPU)
 
-    def snapshot(self) -> dict[str, int]:
-        """Return the counters of stored and loaded blocks. Any thread may call."""
+    def _counts(self) -> dict[str, int]:
         block_bytes = self._primary.backend.block_size
         return {
             "stored_blocks_total": self._stored_blocks,
@@ -335,15 +336,16 @@ class PrimaryAccount:
             "restored_tokens_total": max([*self._loaded_by_group.values()], default=0) * self._block_tokens,
         }
 
-    def add_counts(self, counters: dict[str, dict[str, Any]]) -> None:  # Any: as `Counters.snapshot`
-        """Add the counts of the history and the sink to the counters of all tiers. Any thread may call."""
+    def measure(self) -> Iterator[tuple[str, list[Family]]]:
+        """Yield the counts of the primary tier, the sink, and the history of all tiers. Any thread may call."""
+        yield PRIMARY_NAME, numbers(MANAGER, self._counts())
+        if self._event_sink is not None:
+            yield PRIMARY_NAME, numbers(EVENTS, self._event_sink.snapshot())
         if self._history is not None:
             self._history.settle(_SETTLED_KEYS_MAX)
-            counters[PRIMARY_NAME]["unexplained_blocks_total"] = self._history.dropped_blocks
-            for name, values in zip(self._history.names, self._history.snapshot(), strict=True):
-                counters[name].update(values)
-        if self._event_sink is not None:
-            counters[PRIMARY_NAME].update(self._event_sink.snapshot())
+            yield PRIMARY_NAME, numbers(HISTORY, {"unexplained_blocks_total": self._history.dropped_blocks})
+            for tier, counted in zip(self._history.names, self._history.snapshot(), strict=True):
+                yield tier, [by_label(HISTORY[name], values) for name, values in counted.items()]
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events of all tiers since the last call."""

@@ -122,7 +122,7 @@ class GuardedTier:
         self.loads = Budget(_blocks(settings.load_budget, budget_bytes, block_bytes))
         self.stores = Budget(_blocks(settings.store_budget, budget_bytes, block_bytes))
         self._clock = clock
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
         self._lookup_failures = 0
         self._relocated_blocks = 0
         self._counts_failures = self.overrides("lookup_failures")
@@ -328,25 +328,9 @@ class GuardedTier:
         answer = self.call("on_new_request", req_context)
         return isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the counters and gauges of this tier, with its own `stats` under "tier"."""
-        block_bytes = self._block_bytes
-        stores, loads = self.stores.blocks, self.loads.blocks + self.loads.reserved_blocks
-        return {
-            **self.account.snapshot(),
-            **self.admission.snapshot(),
-            **self.pace.snapshot(),
-            "pinned_bytes": (stores + loads) * block_bytes,
-            "store_budget_bytes": self.stores.blocks_max * block_bytes,
-            "store_budget_used_bytes": stores * block_bytes,
-            "load_budget_bytes": self.loads.blocks_max * block_bytes,
-            "load_budget_used_bytes": loads * block_bytes,
-            "jobs_in_flight": len(self.jobs),
-            "quarantined_bytes": (self.loads.expired_blocks + self.stores.expired_blocks) * block_bytes,
-            "breaker_state": self.breaker.state.value,
-            "breaker_opened_total": self.breaker.times_opened,
-            "tier": self._stats(),
-        }
+    def stats(self) -> dict[str, Any]:
+        """Return what the tier counts itself. Any thread may call."""
+        return self._ask("stats", checked_stats, {})
 
     def reset_cache(self) -> None:
         """Reset the tier; disable it if it cannot reset."""
@@ -357,9 +341,6 @@ class GuardedTier:
     def _moved_blocks(self) -> int:
         self._relocated_blocks = self._ask("relocated_blocks", operator.index, self._relocated_blocks)
         return self._relocated_blocks
-
-    def _stats(self) -> dict[str, Any]:
-        return self._ask("stats", checked_stats, {})
 
     def _ask(self, name: str, check: Callable[[Any], T], otherwise: T) -> T:
         """Return what a method or property of the tier says; `otherwise` after an exception, which is counted."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
 
 from tiered_kv.base import OffloadingManager, OffloadKey, ReqContext
+from tiered_kv.metrics.registry import Registry
+from tiered_kv.metrics.series import CounterView
 from tiered_kv.tiering.pace import EngineCost
 
 
@@ -17,9 +18,11 @@ class CacheManager(OffloadingManager):
 
     Attributes:
         cost: What computing costs the engine, which an engine that measures it keeps up to date.
+        registry: What the manager counts; any thread may take a snapshot of it.
     """
 
     cost: EngineCost
+    registry: Registry
 
     @property
     @abstractmethod
@@ -79,9 +82,9 @@ class CacheManager(OffloadingManager):
     def outdate(self, req_context: ReqContext) -> None:
         """Treat a request as one from before the last reset: its caller began before it."""
 
-    @abstractmethod
-    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
+    def counters(self) -> CounterView:
         """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""
+        return CounterView(self.registry.snapshot())
 
     @abstractmethod
     def shutdown(self, timeout_s: float = 5.0) -> None:

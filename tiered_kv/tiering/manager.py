@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from tiered_kv.base import (
     OffloadingEvent,
@@ -19,16 +18,21 @@ from tiered_kv.base import (
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.hints import BY_REQUEST
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.notices import Notices
+from tiered_kv.metrics.registry import Registry
+from tiered_kv.metrics.series import Family, by_label, numbers
 from tiered_kv.metrics.step_timer import StepTimer, timed
+from tiered_kv.metrics.vocabulary import ACCOUNT, PRIMARY
 from tiered_kv.reasons import Fate
 from tiered_kv.system.threads import PAUSES_MAX, STEP
 from tiered_kv.tiering.account import EventSink, PrimaryAccount
 from tiered_kv.tiering.answers import checked_flag, tier_exceptions
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade
+from tiered_kv.tiering.gauges import report_tier
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.interface import CalledManager
 from tiered_kv.tiering.pace import EngineCost
@@ -121,6 +125,11 @@ class TieringOffloadingManager(CalledManager):
         self._history = history
         self._account = PrimaryAccount(primary, accounts, history, event_sink, block_tokens)
         self.step_timer = StepTimer(clock)
+        self.registry = Registry()
+        self.registry.add(self._measure)
+        for guarded in self._tiers:
+            report_tier(guarded, self.registry)
+        self.registry.add(self._account.measure)
         self._is_closed = False
 
     # Lookups.
@@ -588,19 +597,24 @@ class TieringOffloadingManager(CalledManager):
             guarded.call("shutdown")
         self.poll()
 
-    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        of_primary: dict[str, Any] = {
+    def _measure(self) -> Iterator[tuple[str, list[Family]]]:
+        """Yield the counts of the primary tier, and of requests. Any thread may call."""
+        counts = {
             **self.primary.snapshot(),
-            **self._account.snapshot(),
             **self.shown_cost.snapshot(),
             "promotion_blocks": self._promotions.blocks_taken,
             "released_holds_total": self._promotions.released_holds,
             "forgotten_requests_total": self._requests.forgotten,
-            "step_seconds": self.step_timer.seconds.snapshot(),
         }
-        counted = {PRIMARY_NAME: of_primary, **{guarded.name: guarded.snapshot() for guarded in self._tiers}}
-        self._account.add_counts(counted)
-        return counted
+        skipped = {BY_REQUEST: self.primary.skipped_blocks} if self.primary.skipped_blocks else {}
+        yield (
+            PRIMARY_NAME,
+            [
+                *numbers(PRIMARY, counts),
+                by_label(ACCOUNT["skipped_blocks_total"], skipped),
+                Family(PRIMARY["step_seconds"], {(): self.step_timer.seconds.snapshot()}),
+            ],
+        )
 
     def estimates(self) -> dict[str, dict[str, float]]:
         """Return the gauges of the times that decide whether blocks are loaded, by tier. Any thread may call."""

@@ -53,6 +53,8 @@ from tests.engines.program_checks import ChecksIn
 from tests.support.host_server import serving
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.metrics.own import OwnStats
+from tiered_kv.metrics.series import Snapshot, TierSeries
 from tiered_kv.stack.exporters.metrics import StackCollector
 from tiered_kv_vllm.connector import TieredKVConnector
 from tiered_kv_vllm.metrics import CounterReport
@@ -397,8 +399,9 @@ class Checks(ChecksIn):
         report, numbers = CounterReport(set()), {"loads": 1, "sizes": torch.zeros(3)}
         for loads in (1, 2):
             numbers = {**numbers, "loads": loads}
-            assert wait_for(lambda: report.take(lambda: {"odd": {"tier": numbers}})), "a comparison of its sizes raises"  # noqa: B023
-            while report.take(dict) is not None:
+            snapshot = Snapshot({"odd": TierSeries({}, OwnStats(numbers, {}))})
+            assert wait_for(lambda: report.take(lambda: snapshot)), "a comparison of its sizes raises"  # noqa: B023
+            while report.take(Snapshot) is not None:
                 pass
 
     def _is_what_a_stack_shows(self, engine: Engine, stats: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
 from tiered_kv.errors import ConfigError, ShutdownError, needing_resources, remedy_of
+from tiered_kv.metrics.series import Snapshot
 from tiered_kv.stack.exporters.metrics import CONTENT_TYPE, StackCollector, exposition
 from tiered_kv.stack.exporters.status import Observed, explain_query, status
 from tiered_kv.system.log_limit import LogLimit
@@ -55,13 +56,13 @@ def routes_of(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
     first characters of a digest; of a single stack they need none. Raises `MissingExtraError` without
     `prometheus_client`.
     """
-    StackCollector(dict)
+    StackCollector(Snapshot)
 
     def metrics(_: Query) -> Body:
         found = stacks()
         collectors = [
             StackCollector(
-                stack.counters,
+                stack.snapshot,
                 labels={"namespace": digest[:_DIGEST_CHARACTERS]} if len(found) > 1 else None,
                 secrets=stack.config.secret_texts(),
             )

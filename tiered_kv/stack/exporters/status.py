@@ -14,11 +14,14 @@ from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
-from tiered_kv.metrics.histogram import quantile
+from tiered_kv.metrics.histogram import HistogramValue, quantile
 from tiered_kv.metrics.history.ledger import CPU, REQUEST_ID_CHARACTERS_MAX, EndedRequest
 from tiered_kv.metrics.history.recorder import BlockHistory
+from tiered_kv.metrics.own import OwnStats, is_finite
+from tiered_kv.metrics.series import Snapshot, TierSeries
+from tiered_kv.metrics.vocabulary import DIRECTIONS
 from tiered_kv.reasons import PRESENT, Fate
-from tiered_kv.stack.exporters.metrics import is_finite, numbers_of, safe_label
+from tiered_kv.stack.exporters.metrics import safe_label
 from tiered_kv.system.threads import give_way
 from tiered_kv.tiering.gates import BreakerState
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -35,10 +38,10 @@ def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
 
     It has no key, path, address or setting, except for the names of tiers and the namespace's digest.
     """
-    config, counters = stack.config, stack.counters()
+    config, snapshot = stack.config, stack.snapshot()
     disabled, secrets = stack.manager.disabled_tiers(), config.secret_texts()
-    tiers = [_primary(counters[PRIMARY_NAME])]
-    tiers += [_secondary(tier, counters[tier.name], tier.name in disabled, secrets) for tier in config.secondary]
+    tiers = [_primary(snapshot.tiers[PRIMARY_NAME])]
+    tiers += [_secondary(tier, snapshot.tiers[tier.name], tier.name in disabled, secrets) for tier in config.secondary]
     return {
         "version": version("tiered-kv"),
         "namespace": config.identity.digest.hex(),
@@ -51,64 +54,69 @@ def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
     }
 
 
-def _primary(counted: Mapping[str, Any]) -> dict[str, Any]:
+def _primary(counted: TierSeries) -> dict[str, Any]:
     return {
         "name": PRIMARY_NAME,
         "type": PRIMARY_NAME,
         "breaker": "",
         "is_disabled": False,
-        "used_bytes": counted["used_bytes"],
-        "capacity_bytes": counted["capacity_bytes"],
-        **_quantiles({"step": counted["step_seconds"]}),
-        "counters": counted,
+        "used_bytes": counted.value("used_bytes"),
+        "capacity_bytes": counted.value("capacity_bytes"),
+        **_quantiles({"step": counted.value("step_seconds")}),
+        "counters": counted.nested(),
     }
 
 
-def _secondary(
-    settings: TierSettings, counted: Mapping[str, Any], is_disabled: bool, secrets: set[str]
-) -> dict[str, Any]:
-    own = _plain(counted["tier"], secrets)
+def _secondary(settings: TierSettings, counted: TierSeries, is_disabled: bool, secrets: set[str]) -> dict[str, Any]:
+    own = counted.own or OwnStats({}, {})
+    seconds = {direction: counted.value("job_seconds", direction) for direction in DIRECTIONS}
     return {
         "name": settings.name,
         "type": safe_label(settings.type, secrets),
-        "breaker": BreakerState(counted["breaker_state"]).name.lower(),
+        "breaker": BreakerState(counted.value("breaker_state")).name.lower(),
         "is_disabled": is_disabled,
-        "used_bytes": _whole(own.get("used_bytes")),
-        "capacity_bytes": _whole(own.get("capacity_bytes")),
+        "used_bytes": _whole(own.number("used_bytes")),
+        "capacity_bytes": _whole(own.number("capacity_bytes")),
         "budgets": {
             direction: {
-                "used_bytes": counted[f"{direction}_budget_used_bytes"],
-                "limit_bytes": counted[f"{direction}_budget_bytes"],
+                "used_bytes": counted.value(f"{direction}_budget_used_bytes"),
+                "limit_bytes": counted.value(f"{direction}_budget_bytes"),
             }
-            for direction in ("store", "load")
+            for direction in DIRECTIONS
         },
-        **_quantiles({**counted["job_seconds"], "lookup": counted["lookup_seconds"]}),
-        "counters": {**counted, "tier": own},
+        **_quantiles({**seconds, "lookup": counted.value("lookup_seconds")}),
+        "counters": {**counted.nested(), "tier": _plain(own, secrets)},
+        "metrics": {
+            name: {"help": metric.help, "unit": metric.unit, "labels": list(metric.labels)}
+            for name, metric in own.metrics.items()
+            if name in own.stats
+        },
     }
 
 
-def _quantiles(histograms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
+def _quantiles(histograms: Mapping[str, HistogramValue]) -> dict[str, dict[str, float | None]]:
     return {
         f"p{percent}_seconds": {name: quantile(histogram, percent / 100) for name, histogram in histograms.items()}
         for percent in (50, 99)
     }
 
 
-def _plain(values: Mapping[str, Any], secrets: set[str]) -> dict[str, Any]:
+def _plain(own: OwnStats, secrets: set[str]) -> dict[str, Any]:
     """Return a tier's own counters, with plain words and numbers only."""
     shown: dict[str, Any] = {}
-    for name, labels, number in numbers_of(values):
-        *above, last = (safe_label(text, secrets) for text in (name, *labels))
+    for number in own:
+        *above, last = (safe_label(text, secrets) for text in (number.name, *number.labels))
         inner = shown
         for label in above:
             found = inner.setdefault(label, {})
             inner = found if isinstance(found, dict) else {}
-        inner[last] = number if is_finite(number) else None
+        value = number.value
+        inner[last] = value if isinstance(value, dict) else number.given if is_finite(number.given) else None
     return shown
 
 
-def _whole(number: object) -> int | None:
-    return int(number) if isinstance(number, (int, float)) else None
+def _whole(number: float | None) -> int | None:
+    return None if number is None else int(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +145,7 @@ class Observed:
     history: BlockHistory | None
     manager: TieringOffloadingManager
     opened_s: float
-    counters: Callable[[], dict[str, dict[str, Any]]]  # Any: as `Counters.snapshot`
+    snapshot: Callable[[], Snapshot]
 
 
 def explain(

@@ -13,15 +13,17 @@ import hashlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.metrics.series import Family, by_label, numbers
+from tiered_kv.metrics.vocabulary import AUDIT
 from tiered_kv.tiering.audit.comparison import BLOCKS_MAX, Audited, AuditedGroup, Pair, SpareRows, is_known
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
@@ -82,21 +84,17 @@ class Audit:
         """Comparisons that have not ended."""
         return self._spare_rows.in_flight
 
-    def snapshot(self) -> dict[str, dict[str, Any]]:  # Any: as `Counters.snapshot`
-        """Return counters by tier; those of the whole audit are the primary tier's. Any thread may call."""
-        counted: dict[str, dict[str, Any]] = {
-            name: {"audited_blocks_total": dict(verdicts)} for name, verdicts in self._verdicts.items()
-        }
-        for name, largest in self._largest.copy().items():
-            counted[name]["audit_largest_difference_ratio"] = largest
-        for name in self.stopped.copy():
-            counted[name]["audit_stopped"] = 1
-        counted[PRIMARY_NAME] |= {
-            "audited_requests_total": self._num_requests,
-            "audit_busy_requests_total": self._busy_requests,
-            "audit_abandoned_blocks_total": dict(self._abandoned),
-        }
-        return counted
+    def measure(self) -> Iterator[tuple[str, list[Family]]]:
+        """Yield counters, for a `Registry`; those of the whole audit are the primary tier's. Any thread may call."""
+        largest, stopped = self._largest.copy(), self.stopped.copy()
+        for name, verdicts in self._verdicts.items():
+            gauges = {"audit_largest_difference_ratio": largest[name]} if name in largest else {}
+            if name in stopped:
+                gauges["audit_stopped"] = 1
+            yield name, [by_label(AUDIT["audited_blocks_total"], dict(verdicts)), *numbers(AUDIT, gauges)]
+        counts = {"audited_requests_total": self._num_requests, "audit_busy_requests_total": self._busy_requests}
+        abandoned = by_label(AUDIT["audit_abandoned_blocks_total"], dict(self._abandoned))
+        yield PRIMARY_NAME, [*numbers(AUDIT, counts), abandoned]
 
     # The engine's calls.
 

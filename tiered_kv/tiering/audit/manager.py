@@ -31,6 +31,7 @@ class AuditedManager(TieringOffloadingManager):
     ) -> None:
         super().__init__(primary, secondary_tiers, **settings)
         self._audit = Audit(rules, primary, self._tiers, self._clock)
+        self.registry.add(self._audit.measure)
 
     def audit_only(self, group: AuditedGroup) -> None:
         """Compare the blocks of one KV cache group of several; to be called before the first request."""
@@ -91,12 +92,6 @@ class AuditedManager(TieringOffloadingManager):
     def jobs_in_flight(self) -> int:
         """As in the base class, with the comparisons that have not ended."""
         return super().jobs_in_flight + self._audit.in_flight
-
-    def counters(self) -> dict[str, dict[str, Any]]:  # Any: as in the base class
-        counted = super().counters()
-        for name, audited in self._audit.snapshot().items():
-            counted[name].update(audited)
-        return counted
 
     def _collect(self) -> None:
         super()._collect()
