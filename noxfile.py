@@ -117,7 +117,9 @@ def packages(session: nox.Session) -> None:
     own_environment(session, fresh, sys.executable, f"tiered-kv[metrics,zstd] @ file://{wheel}")
     session.chdir(fresh)
     session.run("bash", "-c", "set -o pipefail; bin/tiered-kv plugins | grep nvme", external=True)
-    session.run("bin/python", "-c", "import tiered_kv.toolkit", external=True)
+    session.run("bin/python", "-c", "import tiered_kv.toolkit, tiered_kv.engines.facts", external=True)
+    data = "ls lib/python*/site-packages/tiered_kv_{vllm,sglang}/ignored_settings.toml"
+    session.run("bash", "-c", data, external=True)
 
 
 @nox.session(venv_backend="none")

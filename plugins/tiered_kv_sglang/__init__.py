@@ -8,8 +8,8 @@ Who calls it, and on which thread. SGLang has a thread each for lookups, loads a
 tier uses the pages any more, since SGLang reuses them then. The scheduler's thread registers pools, clears and closes.
 
 What must stay true. A page is a hit only if all of its parts are. Everything in the engine's configuration counts for
-the namespace, unless `irrelevant` names it (`engine.namespace_of`). After a clear, threads that may hold older pages
-store and load nothing (`TieredKVHiCache.clear`). A pool that a hanging transfer may use stays mapped.
+the namespace, unless `ignored_settings.toml` names it (`engine.namespace_of`). After a clear, threads that may hold
+older pages store and load nothing (`TieredKVHiCache.clear`). A pool that a hanging transfer may use stays mapped.
 
 What is kept where. SGLang keeps pages in its host pools. `pools.PagePool` divides a page into parts: runs of bytes of
 one size. Each size of part has tiers of its own (`tiered_kv/direct/tiers.py`), which read and write the pool's memory

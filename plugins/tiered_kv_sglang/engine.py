@@ -1,8 +1,8 @@
 """HiCache's extra config; what shapes the bytes of an engine's pages; and the namespace of each host pool.
 
-Everything counts that is not known to be irrelevant, so what a later SGLang adds counts by default: settings, variables
-of the environment, packages. `irrelevant` names the rest, and sections of settings about other things than the model.
-The page docs/reference/namespaces.md lists all.
+Everything counts that is not an ignored setting, so what a later SGLang adds counts by default: settings, variables
+of the environment, packages. `ignored_settings.toml` names the rest, and sections of settings about other things than
+the model. The page docs/reference/namespaces.md lists all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import sglang
@@ -36,9 +37,9 @@ from tiered_kv.engines.facts import (
     weights_in_files,
     without_origin,
 )
+from tiered_kv.engines.ignored import ignored_settings
 from tiered_kv.engines.settings import HostSettings, UserModelNamespace
 from tiered_kv.errors import ConfigError
-from tiered_kv_sglang.irrelevant import COUNTING, SETTINGS, VARIABLES
 from tiered_kv_sglang.pools import PagePool
 
 LOCATION = "hicache_storage_backend_extra_config"
@@ -127,8 +128,9 @@ _VARIABLES = re.compile(
     "^(ATEN_CPU_CAPABILITY|IS_H200|NVIDIA_TF32_OVERRIDE|TIMM_FUSED_ATTN|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
     "VIDEO_MAX_PIXELS|XHS_VIDEO_JPEG_QUALITY)$"
 )
-"""Variables that count, of SGLang and of the libraries that it computes with, unless `irrelevant` names them. Those for
-metrics, logs, transfers, schedules and parts of the server do not."""
+"""Variables that count, of SGLang and of the libraries that it computes with, unless `ignored_settings.toml` names
+them. Those for metrics, logs, transfers, schedules and parts of the server do not."""
+IGNORED = ignored_settings(Path(__file__).parent)
 _GEOMETRY = ("start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
 """Attributes that host pools may have for their layers and heads."""
 
@@ -147,13 +149,12 @@ def engine_facts(user: UserModelNamespace) -> dict[str, str]:
     is_drafting = _has_draft()
     for name, path in sorted(sections_of(ServerArgs).items()):
         section = path.partition(".")[0]
-        counts = name in COUNTING[section] if section in COUNTING else name not in SETTINGS.get(section, ())
-        if counts and (section != "spec" or is_drafting):
+        if IGNORED.counts(section, name) and (section != "spec" or is_drafting):
             values = sections.setdefault(section, {})
             assert isinstance(values, dict)
             value = _value(name, path)
             values[name] = content_of(value) or value
-    variables = counting_variables(_VARIABLES, VARIABLES)
+    variables = counting_variables(_VARIABLES, IGNORED.variables)
     sections["variables"] = variables
     return {
         "sglang": str(sglang.__version__),

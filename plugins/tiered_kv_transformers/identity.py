@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from tiered_kv.engines.facts import counting_variables, names
+from tiered_kv.engines.facts import counting_variables
 from tiered_kv_transformers import layout as block_layout
 from tiered_kv_transformers.layout import CacheLayout
 
@@ -33,15 +33,18 @@ _SAMPLE_BYTES = 4096
 _REMEDY = "name the model and its revision in the stack's namespace, and pass weights='revision'"
 
 # The model's origin; data types, which the weights' digest has; what a call returns; names of classes.
-_NOT_OF_THE_MODEL = names(
-    """
-    _name_or_path architectures transformers_version dtype torch_dtype output_attentions output_hidden_states
-    return_dict return_dict_in_generate use_cache id2label label2id problem_type
-    """
-)
+_NOT_OF_THE_MODEL = frozenset(
+    (
+        "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "output_attentions",
+        "output_hidden_states", "return_dict", "return_dict_in_generate", "use_cache", "id2label", "label2id",
+        "problem_type",
+    )
+)  # fmt: skip
 """Entries of a configuration that no key or value depends on. All others count, in future versions too."""
 
-_EXACT_ATTENTION = names("eager sdpa flash_attention_2 flash_attention_3 flash_attention_4 flex_attention")
+_EXACT_ATTENTION = frozenset(
+    ["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"]
+)
 """Implementations of attention that compute the same but for the last bits. Others, and yours, may approximate."""
 
 _FLOAT32_VARIABLES = re.compile(
@@ -101,7 +104,7 @@ def _approximations(model: Any, layout: CacheLayout) -> dict[str, str]:
     if rounded:
         found["buffers"] = ", ".join(sorted(rounded))
     if layout.dtype == torch.float32:
-        reduced = [*_float32_precisions(), *map("=".join, counting_variables(_FLOAT32_VARIABLES, ()).items())]
+        reduced = [*_float32_precisions(), *map("=".join, counting_variables(_FLOAT32_VARIABLES, frozenset()).items())]
         if reduced:
             found["float32"] = ", ".join(reduced)
     return found

@@ -13,9 +13,9 @@ our manager, and `TieredKVTier`, all on its own thread. Each of vLLM's worker pr
 which copies between the GPU and the shared region.
 
 What must stay true. Only `shutdown`, the opening, and `TieredKVTier.drain_jobs` wait. Everything in the engine's
-configuration counts for the namespace, unless `irrelevant` names it (`engine.namespace_of`). A configuration whose
-blocks could be wrong is refused at the start (`groups`, `engine.check_stages`). After a reset, a row that a worker may
-still use stays out of use until the workers have flushed (`TieredKVManager.on_reset_flushed`).
+configuration counts for the namespace, unless `ignored_settings.toml` names it (`engine.namespace_of`). A configuration
+whose blocks could be wrong is refused at the start (`groups`, `engine.check_stages`). After a reset, a row that a
+worker may still use stays out of use until the workers have flushed (`TieredKVManager.on_reset_flushed`).
 
 The way of a request: `TieredKVConnector.on_new_request` lets the manager promote the blocks that the GPU lacks.
 `get_num_new_matched_tokens` ends that and looks the blocks up. The worker copies the hits. New blocks go the way of

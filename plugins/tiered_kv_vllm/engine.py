@@ -1,7 +1,7 @@
 """What shapes the bytes of an engine's blocks, from vLLM's whole configuration; and the namespace of its blocks.
 
-Everything counts that is not known to be irrelevant, so what a later vLLM adds counts by default: settings, variables
-of the environment, packages. `irrelevant` names the rest. The page docs/reference/namespaces.md lists all.
+Everything counts that is not an ignored setting, so what a later vLLM adds counts by default: settings, variables
+of the environment, packages. `ignored_settings.toml` names the rest. The page docs/reference/namespaces.md lists all.
 
 vLLM's summary for an offloading backend has the model's name, the data type, the layout, the groups and the parallel
 sizes. `engine_facts` takes the rest from its whole configuration. The user's `namespace` gives the rest.
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import vllm
@@ -38,9 +39,9 @@ from tiered_kv.engines.facts import (
     weights_in_files,
     without_origin,
 )
+from tiered_kv.engines.ignored import ignored_settings
 from tiered_kv.engines.settings import UserModelNamespace
 from tiered_kv.errors import ConfigError
-from tiered_kv_vllm.irrelevant import FIELDS, SECTIONS, VARIABLES
 
 LOCATION = "namespace"
 """Path of the user's part of the namespace, for messages."""
@@ -70,7 +71,10 @@ _VARIABLES = re.compile(
     "^(ATEN_CPU_CAPABILITY|FORCE_NUM_KV_SPLITS|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
     "USE_DEFAULT_FLA_NORM|USE_FLAGOS|XHS_VIDEO_JPEG_QUALITY)$"
 )
-"""Variables that count, of vLLM and of the libraries that it computes with, unless `irrelevant` names them."""
+"""Variables that count, of vLLM and of the libraries that it computes with, unless `ignored_settings.toml` names
+them."""
+
+IGNORED = ignored_settings(Path(__file__).parent)
 
 current_engine: ContextVar[tuple[Any, Any] | None] = ContextVar("tiered_kv_engine", default=None)
 """vLLM's whole configuration, and that of its KV caches, while `configured`."""
@@ -121,7 +125,7 @@ def engine_facts(user: UserModelNamespace, *, is_canonical: bool = False) -> dic
     _check_user_namespace(config, user)
     kept = [_spec(group, is_canonical=is_canonical) for group in kv_cache.kv_cache_groups]
     sections = {"kv_cache": kept, **_sections(config)}
-    variables = counting_variables(_VARIABLES, VARIABLES)
+    variables = counting_variables(_VARIABLES, IGNORED.variables)
     sections["variables"] = variables
     facts = {
         "vllm": str(vllm.__version__),
@@ -154,7 +158,7 @@ def _sections(config: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}  # Any: as JSON
     for name in (each.name for each in dataclasses.fields(config)):
         value = getattr(config, name)
-        if name in SECTIONS or value is None:
+        if name in IGNORED.sections or value is None:
             continue
         if name == "model_config":
             found[name] = _model(value)
@@ -172,7 +176,7 @@ def _counting_fields(section: str, value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     fields = {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)}
-    return {name: content_of(each) or each for name, each in fields.items() if name not in FIELDS.get(section, ())}
+    return {name: content_of(each) or each for name, each in fields.items() if IGNORED.counts(section, name)}
 
 
 def _model(config: Any) -> dict[str, object]:

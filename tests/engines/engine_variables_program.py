@@ -3,7 +3,7 @@
     python engine_variables_program.py DIRECTORY vllm|sglang
 
 Prints a line of JSON: the names that the engine registers, or reads directly; which of them count for our integration;
-which names it has as irrelevant; which settings it names that the engine does not have; and of sections of which it
+which names it ignores; which settings it names that the engine does not have; and of sections of which it
 names those that count, the other settings.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 os.environ.update(SGLANG_USE_CPU_ENGINE="1", VLLM_LOGGING_LEVEL="ERROR")
 
 from tiered_kv.engines.facts import counting_variables
+from tiered_kv.engines.ignored import ignored_settings
 
 READS = re.compile(
     r"""(?:getenv|environ(?:\.get|\.setdefault|\.pop)?|\b(?:get_)?\w*env\w*)\s*[\(\[]\s*["']([A-Z][A-Z0-9_]+)["']|"""
@@ -62,19 +63,17 @@ def of_sglang(_: Iterable[str]) -> tuple[set[str], Mapping[str, set[str]]]:
 def main() -> None:
     _, name = sys.argv[1:]
     engine = importlib.import_module(f"tiered_kv_{name}.engine")
-    irrelevant = importlib.import_module(f"tiered_kv_{name}.irrelevant")
+    ignored = ignored_settings(Path(str(engine.__file__)).parent)
     package = Path(str(importlib.import_module(name).__file__)).parent
-    settings, few = (irrelevant.FIELDS, {}) if name == "vllm" else (irrelevant.SETTINGS, irrelevant.COUNTING)
+    settings, few = ignored.settings, ignored.counting
     registered, fields = {"vllm": of_vllm, "sglang": of_sglang}[name](settings)
     read = registered | read_directly(package)
     print(
         json.dumps(
             {
                 "read": sorted(read),
-                "counting": sorted(
-                    counting_variables(engine._VARIABLES, irrelevant.VARIABLES, dict.fromkeys(read, "1"))
-                ),
-                "irrelevant": sorted(irrelevant.VARIABLES),
+                "counting": sorted(counting_variables(engine._VARIABLES, ignored.variables, dict.fromkeys(read, "1"))),
+                "ignored": sorted(ignored.variables),
                 "settings_not_there": sorted(
                     f"{section}.{each}"
                     for section, names in [*settings.items(), *few.items()]

@@ -11,26 +11,28 @@ import pytest
 
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import validate
-from tiered_kv.engines.facts import computing_packages, counting_variables, names
+from tiered_kv.engines.facts import computing_packages, counting_variables
+from tiered_kv.engines.ignored import ignored_settings
 from tiered_kv.engines.prefill_meter import PREFILL_SHARE_MIN, STEPS_MAX, PrefillMeter, TokenCost
 from tiered_kv.engines.settings import UserModelNamespace
 from tiered_kv.errors import ConfigError
 from tiered_kv.testing.control import ManualClock
 
+ROOT = Path(__file__).parents[2]
 COUNTS = re.compile("^(ENGINE|TRITON)_")
-IRRELEVANT = names("ENGINE_THREADS")
+IGNORED = frozenset({"ENGINE_THREADS"})
 PLUGINS = re.compile(r"^engine\.")
 
 
 def counted(**variables: str) -> dict[str, str]:
-    return counting_variables(COUNTS, IRRELEVANT, variables)
+    return counting_variables(COUNTS, IGNORED, variables)
 
 
 def test_a_variable_that_nobody_knows_counts_as_it_is_spelled() -> None:
     assert counted(ENGINE_NEW="On", TRITON_NEW="", HOME="/") == {"ENGINE_NEW": "On", "TRITON_NEW": ""}
 
 
-def test_what_is_known_to_be_irrelevant_does_not_count() -> None:
+def test_an_ignored_variable_does_not_count() -> None:
     assert counted(ENGINE_THREADS="1", TRITON_CACHE_DIR="/a", ENGINE_LOG_LEVEL="INFO", ENGINE_API_KEY="secret") == {}
 
 
@@ -249,3 +251,22 @@ def test_a_value_from_the_environment_is_not_shown() -> None:
     }
     assert "a tenant" not in repr(namespace)
     assert namespace.secret_texts() == {"a tenant"}
+
+
+@pytest.mark.parametrize("folder", ["tiered_kv/engines", "plugins/tiered_kv_vllm", "plugins/tiered_kv_sglang"])
+def test_no_setting_is_both_ignored_and_named_as_one_that_counts(folder: str) -> None:
+    found = ignored_settings(ROOT / folder)
+    assert found.variables
+    assert found.settings.keys() & found.counting.keys() == set()
+    assert found.sections & {*found.settings, *found.counting} == set()
+
+
+def test_a_setting_counts_unless_the_file_names_it_or_its_section(tmp_path: Path) -> None:
+    (tmp_path / "ignored_settings.toml").write_text(
+        'sections = ["logs"]\n[settings]\nmodel = ["threads"]\n[counting]\nserving = ["version"]\n'
+    )
+    found = ignored_settings(tmp_path)
+    settings = [("logs", "level"), ("model", "threads"), ("model", "new"), ("serving", "version"), ("serving", "new")]
+    assert [name for name in settings if found.counts(*name)] == [("model", "new"), ("serving", "version")]
+    assert found.counts("new", "new")
+    assert found.packages == frozenset()

@@ -1,7 +1,7 @@
 """Somebody has looked at each variable of the environment that an engine reads, and decided whether it counts.
 
 A variable of a new release counts until then. `vllm_variables.txt` and `sglang_variables.txt` have those that were
-looked at, but for those that the plugins name as irrelevant.
+looked at, but for the ignored ones, which the plugins name.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def test_each_variable_of_an_engine_was_looked_at(engine: str, directory: Path) 
     versions = variables_of(engine, directory)
     read = {name for version in versions for name in version["read"]}
     counting = {name for version in versions for name in version["counting"]}
-    irrelevant = {name for version in versions for name in version["irrelevant"]}
+    ignored = {name for version in versions for name in version["ignored"]}
     count, never, *_ = looked_at(engine)
-    new = read - irrelevant - count - never
+    new = read - ignored - count - never
     assert not new, (
         f"{engine} reads variables that nobody has looked at: {', '.join(sorted(new))}. Find out what each changes. If "
-        f"no byte of a block depends on it, name it in plugins/tiered_kv_{engine}/irrelevant.py. If bytes may "
+        f"no byte of a block depends on it, name it in plugins/tiered_kv_{engine}/ignored_settings.toml. If bytes may "
         f"depend on it, name it in tests/plugins/{engine}/{engine}_variables.txt, and see that `_VARIABLES` in "
         f"plugins/tiered_kv_{engine}/engine.py matches it"
     )
     assert counting == count, "what counts is not what the file says"
-    gone = (irrelevant | count | never) - read
+    gone = (ignored | count | never) - read
     assert not gone, f"{engine} does not read these any more; remove them: {', '.join(sorted(gone))}"
 
 
@@ -71,5 +71,5 @@ def test_each_setting_of_a_section_of_which_few_count_was_looked_at(directory: P
     (sglang,) = variables_of("sglang", directory)
     *_, settings = looked_at("sglang")
     assert set(sglang["other_settings"]) == settings, (
-        "name new ones in `COUNTING` if bytes may depend on them, or there"
+        "name new ones under `counting` if bytes may depend on them, or there"
     )

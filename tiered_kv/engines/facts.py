@@ -1,8 +1,8 @@
 """What shapes an engine's blocks, as facts of its namespace: the model's files, and what is around the engine.
 
 Of the files: which weights they hold, and the model's configuration. Around an engine: variables of the environment,
-installed packages, the CPU. A variable with one of an engine's prefixes counts unless it is known to be irrelevant, and
-a package that computes counts unless it is known not to. So what is new counts by default.
+installed packages, the CPU. A variable with one of an engine's prefixes counts, and a package that computes, unless
+`ignored_settings.toml` names it. So what is new counts by default.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import xxhash
+
+from tiered_kv.engines.ignored import ignored_settings
+
+_IGNORED = ignored_settings(Path(__file__).parent)
 
 _SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 _BESIDE = frozenset({".py"})
@@ -139,11 +143,6 @@ def rope_types(value: object, in_rope: bool = False) -> set[str]:
     return found
 
 
-def names(*texts: str) -> frozenset[str]:
-    """Return the names in texts, which white space separates."""
-    return frozenset(" ".join(texts).split())
-
-
 _NEVER_COUNTS = re.compile(
     r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|ADDR))?)?$|"
     r"_HOST_IP$|_HOSTNAME$|_(POD|NODE)_(ID|IP|NAME|UID)$|"
@@ -153,22 +152,6 @@ _NEVER_COUNTS = re.compile(
 """Ports, and what Kubernetes sets for each of its services: a service "vllm" makes variables with vLLM's prefix. Then
 names of machines and pods, credentials, directories of caches, logs, times to wait, processes, and profiles."""
 
-_IRRELEVANT = names(
-    """
-    CUBLAS_LOGDEST_DBG CUBLAS_LOGINFO_DBG CUBLAS_WORKSPACE_CONFIG CUBLASLT_LOG_MASK CUBLASLT_WORKSPACE_SIZE
-    CUTE_DSL_LOG_TO_CONSOLE CUTE_DSL_LOG_TO_FILE CUTE_DSL_PTXAS_PATH DG_JIT_DEBUG DG_JIT_NVCC_COMPILER
-    DG_JIT_PRINT_COMPILER_COMMAND DG_JIT_USE_NVRTC DG_PRINT_CONFIGS DG_USE_NVIDIA_TOOLS FLASHINFER_CUBIN_DIR
-    FLASHINFER_CUBINS_REPOSITORY FLASHINFER_CUDA_ARCH_LIST FLASHINFER_DISABLE_VERSION_CHECK FLASHINFER_JIT_DEBUG
-    FLASHINFER_NVCC FLASHINFER_NVCC_THREADS FLASHINFER_WORKSPACE_BASE FLA_CACHE_RESULTS FLA_CI_ENV
-    FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED FMHA_GMEM_CHECK HIPBLASLT_LOG_MASK HIPBLASLT_TENSILE_LIBPATH ROCBLAS_LAYER
-    ROCBLAS_TENSILE_LIBPATH MINIMAX_KERNELS_CUTE_AOT_CACHE MINIMAX_KERNELS_KVOUTER_DEBUG_ARTIFACTS MINIMAX_LOG_COMPILE
-    MM_SPARSE_ATTN_AOT_CACHE MM_SPARSE_ATTN_AOT_DISABLE TILELANG_CLEANUP_TEMP_FILES TILELANG_TMP_DIR
-    TRITON_CACHE_AUTOTUNING TRITON_CACHE_MANAGER TRITON_CUOBJDUMP_PATH TRITON_HOME TRITON_LIBCUDA_PATH
-    TRITON_LIBHIP_PATH TRITON_NVDISASM_PATH TRITON_PRINT_AUTOTUNING TRITON_PTXAS_BLACKWELL_PATH TRITON_PTXAS_PATH
-    """
-)
-"""Variables of libraries that count for nothing: how they compile, where they keep it, and what they print."""
-
 _NEEDS_TORCH = re.compile(
     r"^Requires-Dist: *(torch|triton|jax)(?![\w.-])(?!.*\bextra *==)", re.MULTILINE | re.IGNORECASE
 )
@@ -176,19 +159,12 @@ _COMPUTES = re.compile(
     "aiter|attention|attn|awq|cutlass|flash|gemm|gptq|(?<!ipy)kernel|mamba|-mla|moe|quant|triton(?!client)"
 )
 """Names of packages with kernels. Their metadata does not always say that they need PyTorch."""
-_COMPUTES_NOTHING = names(
-    """
-    fastsafetensors instanttensor lmcache lm-format-enforcer nixl outlines outlines-core runai-model-streamer tensorizer
-    torch-memory-saver xgrammar
-    """
-)
-"""Packages that need PyTorch and leave keys and values alone: readers of weights, transfers, grammars, memory."""
 
 
 def counting_variables(
-    counts: re.Pattern[str], irrelevant: Collection[str], environ: Mapping[str, str] = os.environ
+    counts: re.Pattern[str], ignored: frozenset[str], environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variables of `environ` that count: all whose names `counts` finds, but for the irrelevant ones.
+    """Return the variables of `environ` that count: all whose names `counts` finds, but for the ignored ones.
 
     A value counts as it is spelled. One that is the path of a file, or of a directory with weights, counts by samples
     of the content. Bytes that are no UTF-8 become escapes, which every description of a namespace can hold.
@@ -196,7 +172,7 @@ def counting_variables(
     return {
         _as_utf8(name): content_of(value) or _as_utf8(value)
         for name, value in sorted(environ.items())
-        if counts.search(name) and name not in irrelevant and name not in _IRRELEVANT and not _NEVER_COUNTS.search(name)
+        if counts.search(name) and name not in ignored | _IGNORED.variables and not _NEVER_COUNTS.search(name)
     }
 
 
@@ -215,7 +191,7 @@ def computing_packages(known: Collection[str], plugins: re.Pattern[str]) -> str:
         name, version = (_field(field, metadata) for field in ("Name", "Version"))
         name = _normal(name)
         computes = name in listed or _COMPUTES.search(name) or _NEEDS_TORCH.search(metadata)
-        if (computes and name not in _COMPUTES_NOTHING) or _has_plugin(_text(each, "entry_points.txt"), plugins):
+        if (computes and name not in _IGNORED.packages) or _has_plugin(_text(each, "entry_points.txt"), plugins):
             # Of two installations the one in use depends on the order of a directory, so both count.
             found.setdefault(name, set()).add(version)
     for name in listed - found.keys():
