@@ -13,7 +13,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.counters import Counters
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit import BlockingTier, Outcome
-from tiered_kv.toolkit.queued import EventLog
+from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
 from tiered_kv_memory.metrics import METRICS
 from tiered_kv_memory.settings import MemorySettings

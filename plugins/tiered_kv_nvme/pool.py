@@ -21,7 +21,7 @@ from enum import Enum
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.system.collector import untracked
-from tiered_kv.toolkit.queued import EventLog
+from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv_nvme.layout import BatchHeader, SegmentEntry, batch_header_bytes
 from tiered_kv_nvme.segment import LEFT_OUT_S, Demand, Segment, SegmentState
 from tiered_kv_nvme.worth import READ, Worth

@@ -1,4 +1,4 @@
-"""What tiers run in the background: jobs, whose blocks are each handed out once, their log, and requests for work."""
+"""Work of tiers in the background: each block of a job is handed out once, and no background task is lost."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from tests.support.threads import no_threads
 from tiered_kv.base import ReqContext, make_offload_key
 from tiered_kv.system.threads import BackgroundTask, _log
 from tiered_kv.testing.control import ManualClock
-from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobMetadata
-from tiered_kv.toolkit.jobs import PAUSE_MAX, STALL_S, VERDICT_PARTS, Climb, Job, Outcome, PartQueue
-from tiered_kv.toolkit.queued import BATCHES_MAX, EventLog
+from tiered_kv.toolkit.concurrency import STALL_S, StoreConcurrency
+from tiered_kv.toolkit.jobs import Job, Outcome, PartQueue
 
 
 def job_of(blocks: int, is_load: bool = True, part_blocks: int = 3, job_id: int = 1) -> Job:
@@ -28,7 +27,7 @@ def job_of(blocks: int, is_load: bool = True, part_blocks: int = 3, job_id: int 
 
 def test_a_result_names_what_succeeded_in_order() -> None:
     job = job_of(9)
-    queue = PartQueue(lambda: None, Climb(1, time.monotonic))
+    queue = PartQueue(lambda: None, StoreConcurrency(1, time.monotonic))
     queue.put(job)
     parts = [queue.take(), queue.take(), queue.take()]
     for part in reversed(parts):
@@ -43,7 +42,7 @@ def test_a_result_names_what_succeeded_in_order() -> None:
 
 def test_a_load_wakes_a_worker_for_a_store_that_waits_behind_one_that_hangs() -> None:
     clock, woken = ManualClock(), list[str]()
-    queue = PartQueue(lambda: woken.append("worker"), Climb(3, clock))
+    queue = PartQueue(lambda: woken.append("worker"), StoreConcurrency(3, clock))
     queue.put(job_of(1, is_load=False, job_id=1))
     assert queue.take() is not None
     queue.begin_stores()  # and hangs
@@ -62,7 +61,7 @@ def test_a_load_wakes_a_worker_for_a_store_that_waits_behind_one_that_hangs() ->
 
 def test_no_worker_is_woken_for_a_store_that_may_not_begin() -> None:
     woken: list[str] = []
-    queue = PartQueue(lambda: woken.append("worker"), Climb(1, time.monotonic))
+    queue = PartQueue(lambda: woken.append("worker"), StoreConcurrency(1, time.monotonic))
     for number in range(3):
         queue.put(job_of(6, is_load=False, job_id=number))
     woken.clear()
@@ -80,7 +79,7 @@ def test_no_worker_is_woken_for_a_store_that_may_not_begin() -> None:
 def test_every_block_is_served_or_dropped_once_by_concurrent_workers(seed: int) -> None:
     choice = random.Random(seed)
     tokens = threading.Semaphore(0)
-    queue = PartQueue(tokens.release, Climb(2, time.monotonic, begins_at=2))
+    queue = PartQueue(tokens.release, StoreConcurrency(2, time.monotonic, begins_at=2))
     served: list[tuple[int, int]] = []
     ended: list[int] = []
     stop = threading.Event()
@@ -117,87 +116,6 @@ def test_every_block_is_served_or_dropped_once_by_concurrent_workers(seed: int) 
     assert sorted(ended) == list(range(400))
     assert len(served) == len(set(served))
     assert sorted(served) == [(job.metadata.job_id, block) for job in jobs for block in range(job.end_block)]
-
-
-MAX = 7
-
-
-def run(climb: Climb, clock: ManualClock, limit_of_storage: int, rounds: int, *, is_behind: bool = True) -> list[int]:
-    """Store rounds of `climb.limit` parts at once, on a storage that serves so many at once; return the limits."""
-    limits = []
-    for _ in range(rounds):
-        limit = climb.limit
-        limits.append(limit)
-        for _ in range(limit):
-            climb.begin()
-        clock.advance(1.0 * max(1.0, limit / limit_of_storage))
-        for _ in range(limit):
-            climb.end(16, is_behind=is_behind)
-    return limits
-
-
-@pytest.mark.parametrize(("limit_of_storage", "expected"), [(1, 1), (2, 2), (4, 4), (64, MAX)])
-def test_it_finds_what_the_storage_needs(clock: ManualClock, limit_of_storage: int, expected: int) -> None:
-    limits = run(Climb(MAX, clock), clock, limit_of_storage, 100 * VERDICT_PARTS)
-    assert limits.count(expected) > 0.8 * len(limits)
-
-
-def test_trials_that_gain_nothing_become_rare(clock: ManualClock) -> None:
-    climb = Climb(MAX, clock)
-    limits = run(climb, clock, 1, 3 * PAUSE_MAX * VERDICT_PARTS)
-    assert 0 < limits[PAUSE_MAX * VERDICT_PARTS :].count(2) <= 3 * VERDICT_PARTS
-    assert run(climb, clock, 64, 2 * PAUSE_MAX * VERDICT_PARTS)[-1] == MAX, "a storage that became faster"
-
-
-def test_without_a_queue_one_part_at_a_time_suffices(clock: ManualClock) -> None:
-    assert set(run(Climb(MAX, clock), clock, 64, 100 * VERDICT_PARTS, is_behind=False)) == {1}
-
-
-def test_a_limit_that_is_needed_no_more_is_left(clock: ManualClock) -> None:
-    climb = Climb(MAX, clock)
-    assert run(climb, clock, 64, 20 * VERDICT_PARTS)[-1] == MAX
-    run(climb, clock, 64, 1, is_behind=False)
-    assert climb.limit == 1
-
-
-KEYS = make_keys(4)
-
-
-def taken(log: EventLog) -> list[tuple[bool, list[bytes]]]:
-    return [(event.removed, list(event.keys)) for event in log.take(7, "mine")]
-
-
-def test_successive_events_of_one_kind_are_one() -> None:
-    log = EventLog(True)
-    log.stored(KEYS[:2])
-    log.stored(KEYS[2:3])
-    log.removed(KEYS[:1])
-    log.removed([])
-    log.stored(KEYS[:1])
-    assert taken(log) == [(False, KEYS[:3]), (True, KEYS[:1]), (False, KEYS[:1])]
-    assert taken(log) == []
-    log.stored(KEYS[:1])
-    (event,) = log.take(7, "mine")
-    assert (event.block_size, event.medium) == (7, "mine")
-
-
-def test_without_a_taker_no_events_are_kept() -> None:
-    log = EventLog(False)
-    log.stored(KEYS)
-    log.removed(KEYS)
-    assert taken(log) == []
-
-
-def test_beyond_its_limit_and_at_a_reset_events_are_lost() -> None:
-    log = EventLog(True)
-    log.stored(KEYS[:1])
-    for _ in range(BATCHES_MAX):
-        log.removed(KEYS[1:2])
-    assert taken(log) == [(True, KEYS[1:2] * BATCHES_MAX)]
-    log.stored(KEYS)
-    log.clear()
-    log.removed(KEYS[:1])
-    assert taken(log) == [(True, KEYS[:1])]
 
 
 def test_a_request_while_it_runs_makes_it_run_again() -> None:

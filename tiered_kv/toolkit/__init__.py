@@ -7,8 +7,10 @@ its tier loads nothing else, and only the users of `AsyncTier` load asyncio.
 
 blocking        the base of tiers with blocking calls
 aio             the base of tiers with coroutines
-queued          what both share: the scheduler's side
+queued          the scheduler's side, which both share
 jobs            the queue of jobs and their parts
+concurrency     how many parts of stores run at once
+event_log       blocks that a tier has stored or removed
 record          the block record, and how it is verified
 codecs          compression and encryption of blocks
 encryption      the envelope of an encrypted block

@@ -66,7 +66,7 @@ class BlockingTier(QueuedTier):
             stores_running_max=max(1, threads - 1),
             lookup_timeout_s=lookup_timeout_s,
             shutdown_timeout_s=shutdown_timeout_s,
-            climbs=True,
+            finds_concurrency=True,
         )
         self._threads_max = threads
         self._has_lookup_thread = lookup_thread

@@ -1,6 +1,11 @@
-"""Jobs of a tier: the queue that divides them into parts for the workers, and what workers report.
+"""Jobs of a tier: the queue that divides them into parts for the workers, and the workers' reports.
 
-As few parts of stores run at once as the storage needs: each takes the interpreter from the engine.
+`QueuedTier` puts jobs from the scheduler's thread. The tier's workers (`BlockingTier`, `AsyncTier`) take parts and end
+them, each on a thread of its own. These things stay true:
+
+- A load goes before a store. Jobs of one kind are taken in the order of their submission.
+- Each block of a job is in one part at most, and the last part's end is seen by one caller only.
+- `put` takes no lock. The lock guards a few assignments, never I/O.
 """
 
 from __future__ import annotations
@@ -11,13 +16,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import FormatError, TierBusyError, TierError, TierUnavailableError
 from tiered_kv.tiering.base import JobMetadata, JobResult
+from tiered_kv.toolkit.concurrency import StoreConcurrency
 
 _REASONS: tuple[tuple[type[TierError], str], ...] = (
     (TierBusyError, "busy"),
@@ -27,11 +32,6 @@ _REASONS: tuple[tuple[type[TierError], str], ...] = (
 TOGETHER_MAX = 4
 """Jobs that one worker runs together: fewer than the failures that open a breaker, since one error fails all."""
 _TOGETHER_S = 1.0  # greatest difference of the deadlines of jobs that run together: the earliest holds for all
-VERDICT_PARTS: Final = 8  # parts at one limit, after which its rate is known
-GAIN_MIN: Final = 1.4  # the rate at twice as many parts at once, over the rate before, from which they stay
-PAUSE_MAX: Final = 64  # verdicts between two trials, at most; each trial that gains nothing doubles their number
-STALL_S: Final = 1.0
-"""After this time in which no part begins or ends, those that run hang, perhaps for ever: one more may run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +140,12 @@ class PartQueue:
     worker that holds the lock, and has lost the interpreter, cannot delay it. The lock is held for a few assignments.
 
     Any thread calls `wake`, which must not wait, if one more worker may find a part. As many parts of stores run at
-    once as `climb` says, so that slow stores leave a worker to loads.
+    once as `concurrency` says, so that slow stores leave a worker to loads.
     """
 
-    def __init__(self, wake: Callable[[], None], climb: Climb) -> None:
+    def __init__(self, wake: Callable[[], None], concurrency: StoreConcurrency) -> None:
         self._wake = wake
-        self._climb = climb
+        self._concurrency = concurrency
         self._stores_running = 0  # under the lock
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
@@ -158,7 +158,7 @@ class PartQueue:
         """Add a job that has at least one block."""
         self._queue_of(job).append(job)
         # Without the lock: the job is queued, so if the limit is reached, the worker whose part ends wakes one.
-        if job.metadata.is_promotion or self._stores_running < self._climb.limit or self._climb.has_stalled:
+        if job.metadata.is_promotion or self._stores_running < self._concurrency.limit or self._concurrency.has_stalled:
             self._wake()
 
     def put_lookups(self) -> None:
@@ -182,15 +182,15 @@ class PartQueue:
                 return None
             job = queue[0]
             if queue is self._stores:
-                self._climb.rise_if_stalled()
-                if self._stores_running >= self._climb.limit:
+                self._concurrency.rise_if_stalled()
+                if self._stores_running >= self._concurrency.limit:
                     return None
                 self._stores_running += 1
             start = job.next_block
             job.next_block = stop = min(start + job.part_blocks, job.end_block)
             if stop == job.end_block:
                 queue.popleft()
-            may_store = self._stores_running < self._climb.limit or self._climb.has_stalled
+            may_store = self._stores_running < self._concurrency.limit or self._concurrency.has_stalled
             has_more = bool(self._loads or (self._stores and may_store))
         if has_more:
             self._wake()
@@ -204,12 +204,12 @@ class PartQueue:
         """
         first = part.job
         queue, room = self._queue_of(first), first.part_blocks - (part.stop - part.start)
-        if room <= 0 or len(queue) <= self._climb.limit_max:
+        if room <= 0 or len(queue) <= self._concurrency.limit_max:
             return []
         taken: list[Part] = []
         keys = set(part.keys)
         with self._lock:
-            while len(queue) > self._climb.limit_max and len(taken) < TOGETHER_MAX - 1:
+            while len(queue) > self._concurrency.limit_max and len(taken) < TOGETHER_MAX - 1:
                 job = queue[0]
                 room -= job.end_block
                 is_alike = job.epoch == first.epoch and job.deadline <= first.deadline + _TOGETHER_S
@@ -229,7 +229,7 @@ class PartQueue:
             is_last = job.ended_blocks == job.end_block
             unblocks_stores = False
             if not job.metadata.is_promotion and not part.is_extra:
-                unblocks_stores = self._stores_running >= self._climb.limit
+                unblocks_stores = self._stores_running >= self._concurrency.limit
                 self._stores_running -= 1
         if unblocks_stores:
             self._wake()
@@ -238,12 +238,12 @@ class PartQueue:
     def begin_stores(self) -> None:
         """Note that a worker begins to move the blocks of a store; before it, the worker may have given way."""
         with self._lock:
-            self._climb.begin()
+            self._concurrency.begin()
 
     def end_stores(self, blocks: int) -> None:
         """Note that a worker has moved `blocks` blocks since `begin_stores`."""
         with self._lock:
-            has_risen = self._climb.end(blocks, is_behind=bool(self._stores))
+            has_risen = self._concurrency.end(blocks, is_behind=bool(self._stores))
         if has_risen:
             self._wake()
 
@@ -272,80 +272,3 @@ class PartQueue:
 
     def _queue_of(self, job: Job) -> deque[Job]:
         return self._loads if job.metadata.is_promotion else self._stores
-
-
-class Climb:
-    """Finds the limit by trials: twice as many parts at once, if that stores faster. Under its caller's lock.
-
-    A rate is blocks a second of the time in which at least one part runs: pauses of the threads do not count.
-
-    `limit_max` is the highest limit; `clock` returns seconds of a monotonic clock. Without calls of `begin` and `end`
-    the limit stays at `begins_at`.
-    """
-
-    def __init__(self, limit_max: int, clock: Callable[[], float], *, begins_at: int = 1) -> None:
-        self.limit = begins_at
-        self.limit_max = limit_max
-        self._clock = clock
-        self._running = 0
-        self._since_s = 0.0
-        self._parts = self._blocks = 0
-        self._busy_s = 0.0
-        self._before: tuple[int, float] | None = None  # the limit before the trial, and its rate, while a trial lasts
-        self._pause = self._pause_left = 1
-
-    def begin(self) -> None:
-        self._tick()
-        self._running += 1
-
-    def end(self, blocks: int, *, is_behind: bool) -> bool:
-        """Note the end of a part of `blocks` blocks; return whether the limit has risen.
-
-        Only parts while others wait (`is_behind`) tell what the storage can do.
-        """
-        self._tick()
-        self._running -= 1
-        if not is_behind:  # one suffices again, beside those that may hang
-            self._parts = self._blocks = 0
-            self._busy_s = 0.0
-            self.limit = min(self._running + 1, self.limit_max)
-            self._before, self._pause_left = None, self._pause
-            return False
-        self._parts += 1
-        self._blocks += blocks
-        if self._parts < VERDICT_PARTS * self.limit:
-            return False
-        rate = self._blocks / max(self._busy_s, 1e-9)
-        self._parts = self._blocks = 0
-        self._busy_s = 0.0
-        return self._judge(rate)
-
-    def rise_if_stalled(self) -> None:
-        if self.has_stalled:
-            self.limit = min(self._running + 1, self.limit_max)
-
-    @property
-    def has_stalled(self) -> bool:
-        """Whether all parts hang."""
-        return self._running >= self.limit and self._clock() - self._since_s > STALL_S
-
-    def _judge(self, rate: float) -> bool:
-        before, self._before = self._before, None
-        if before is not None and rate < GAIN_MIN * before[1]:
-            self.limit = before[0]
-            self._pause = self._pause_left = min(2 * self._pause, PAUSE_MAX)
-            return False
-        if before is not None:
-            self._pause = self._pause_left = 1
-        self._pause_left -= 1
-        if self._pause_left > 0 or self.limit >= self.limit_max:
-            return False
-        self._before = self.limit, rate
-        self.limit = min(2 * self.limit, self.limit_max)
-        return True
-
-    def _tick(self) -> None:
-        now_s = self._clock()
-        if self._running:
-            self._busy_s += now_s - self._since_s
-        self._since_s = now_s

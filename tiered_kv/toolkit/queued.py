@@ -10,20 +10,20 @@ import traceback
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.secrets import scrub
 from tiered_kv.errors import TierError
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.lookups import BatchedLookups, Probe
+from tiered_kv.toolkit.concurrency import StoreConcurrency
 from tiered_kv.toolkit.failure_texts import OF_LOOKUPS, FailureTexts
-from tiered_kv.toolkit.jobs import ALL_DONE, Climb, Job, Outcome, Part, PartQueue, failure_reason
+from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, PartQueue, failure_reason
 
 _log = logging.getLogger("tiered_kv.toolkit")
 
@@ -54,7 +54,8 @@ class QueuedTier(SecondaryTierManager):
     with the workers.
 
     A part of a job has at most `part_blocks`, of a store `store_part_blocks`. At most `stores_running_max` parts of
-    stores run at once; if it `climbs`, as many of these as the storage needs. The jobs' deadlines are by `clock`.
+    stores run at once; if it `finds_concurrency`, as many of these as the storage needs. The jobs' deadlines are by
+    `clock`.
     """
 
     is_nonblocking: ClassVar[bool] = True
@@ -70,7 +71,7 @@ class QueuedTier(SecondaryTierManager):
         stores_running_max: int,
         lookup_timeout_s: float,
         shutdown_timeout_s: float,
-        climbs: bool = False,
+        finds_concurrency: bool = False,
         store_part_blocks: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,8 +88,10 @@ class QueuedTier(SecondaryTierManager):
         self._part_blocks = part_blocks
         self._store_part_blocks = store_part_blocks or part_blocks
         self._shutdown_timeout_s = shutdown_timeout_s
-        climb = Climb(stores_running_max, clock, begins_at=1 if climbs else stores_running_max)
-        self._part_queue = PartQueue(self._wake, climb)
+        concurrency = StoreConcurrency(
+            stores_running_max, clock, begins_at=1 if finds_concurrency else stores_running_max
+        )
+        self._part_queue = PartQueue(self._wake, concurrency)
         self._on_finished = self.tier_spec.on_finished
         self._batched_lookups = BatchedLookups(
             self._put_probe, timeout_s=lookup_timeout_s, clock=clock, on_answered=self._on_finished
@@ -314,44 +317,3 @@ class QueuedTier(SecondaryTierManager):
                 what = f"{operation} did not end before its deadline, counted as '{reason}'"
             _log.warning("tier '%s': %s; %s", self.name, what, self._log_limit.about)
         return reason
-
-
-BATCHES_MAX: Final = 1 << 16
-"""Calls of `stored` and `removed` that are kept until they are taken; beyond it the oldest are lost."""
-
-
-class EventLog:
-    """Stored and removed blocks, in the order of the calls.
-
-    Any thread may call `stored`, `removed` and `clear`, under the lock of the tier's index: only so the events have the
-    order in which the index changed. `take` needs no lock. If they are not wanted, none are kept.
-    """
-
-    def __init__(self, is_wanted: bool) -> None:
-        self._is_wanted = is_wanted
-        self._events: deque[tuple[bool, list[OffloadKey]]] = deque(maxlen=BATCHES_MAX)
-
-    def stored(self, keys: Iterable[OffloadKey]) -> None:
-        self._note(False, keys)
-
-    def removed(self, keys: Iterable[OffloadKey]) -> None:
-        self._note(True, keys)
-
-    def clear(self) -> None:
-        self._events.clear()
-
-    def take(self, block_bytes: int, medium: str) -> list[OffloadingEvent]:
-        """Return the events since the last call; successive events of one kind are one. The scheduler's thread."""
-        events: list[OffloadingEvent] = []
-        with suppress(IndexError):  # a worker has just cleared it
-            for _ in range(len(self._events)):
-                is_removed, keys = self._events.popleft()
-                if events and events[-1].removed is is_removed:
-                    events[-1].keys += keys
-                else:
-                    events.append(OffloadingEvent(keys, block_bytes, medium, is_removed))
-        return events
-
-    def _note(self, is_removed: bool, keys: Iterable[OffloadKey]) -> None:
-        if self._is_wanted and (batch := list(keys)):
-            self._events.append((is_removed, batch))
