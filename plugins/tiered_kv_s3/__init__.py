@@ -20,7 +20,7 @@ A store (`S3Tier._store`) is one PUT from the block's row. A block that is known
 (`S3Tier._load`) is one GET into the row, and a second one if the record was damaged. `bucket` repeats requests, over
 the connections of `pool`; `connection` signs them, and copies no block. A lookup (`Presence.ask`) finds the end of each
 prefix with a few HEADs. Listings, deletes and copies run through boto3 (`control.Control`), which also has the
-credentials (`account.Account`).
+credentials (`access.BucketAccess`).
 
 How room is made. With `ttl` or `capacity`, one process of the namespace at a time lists all blocks (`sweeper.Sweeper`;
 `turn.Turn` decides which process). It deletes blocks that are too old, and then the oldest beyond the capacity. A used

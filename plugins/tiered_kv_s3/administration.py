@@ -17,7 +17,7 @@ from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, DIGEST_HEX, 
 from tiered_kv.toolkit.listed import Entry, ListedStorage
 from tiered_kv.toolkit.record import DIGEST_BYTES
 from tiered_kv.toolkit.small_files import fields_of
-from tiered_kv_s3.account import Account
+from tiered_kv_s3.access import BucketAccess
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import DELETED_AT_ONCE, Control, age_s
 from tiered_kv_s3.epoch import EpochObject, Naming
@@ -35,13 +35,13 @@ class S3Administration(ListedStorage):
 
     def __init__(self, settings: S3Settings) -> None:
         super().__init__(settings)
-        self._account = Account(settings, settings.name)
-        self._bucket = Bucket(settings, self._account)
-        self._control = Control(self._account, settings, settings.name)
+        self._access = BucketAccess(settings, settings.name)
+        self._bucket = Bucket(settings, self._access)
+        self._control = Control(self._access, settings, settings.name)
 
     @property
     def where(self) -> str:
-        return f"{self._account.url}/{self._settings.prefix}"
+        return f"{self._access.url}/{self._settings.prefix}"
 
     def digests(self, deadline: float) -> Iterable[str]:
         self._control.deadline = deadline

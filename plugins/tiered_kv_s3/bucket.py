@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from tiered_kv.toolkit.resolver import words_of
-from tiered_kv_s3.account import Account
+from tiered_kv_s3.access import BucketAccess
 from tiered_kv_s3.connection import (
     EMPTY_PAYLOAD,
     UNSIGNED_PAYLOAD,
@@ -62,9 +62,9 @@ class Bucket:
     Raises `ConfigError`: the file of authorities cannot be read.
     """
 
-    def __init__(self, settings: S3Settings, account: Account) -> None:
-        self._account = account
-        self._counters = account.counters
+    def __init__(self, settings: S3Settings, access: BucketAccess) -> None:
+        self._access = access
+        self._counters = access.counters
         self._attempts_max = settings.attempts
         self._stall_s = settings.request_timeout
         self._ttl_s = settings.ttl or math.inf
@@ -77,8 +77,8 @@ class Bucket:
             "x-amz-server-side-encryption-aws-kms-key-id": settings.kms_key_id,
         }
         self._put_headers = {name: value for name, value in headers.items() if value}
-        self.pool = ConnectionPool(account.endpoint(), settings.ca_file, account.counters)
-        self._signer = Signer(account.region)
+        self.pool = ConnectionPool(access.endpoint(), settings.ca_file, access.counters)
+        self._signer = Signer(access.region)
         self._moved_s = -math.inf  # when the signer and the pool were given another region
         self._words: dict[Verdict, str] = {}  # what the server said last; any thread
         self._closing = threading.Event()
@@ -217,7 +217,7 @@ class Bucket:
             if not waiting:
                 break
         for verdict in FAILURES.intersection(verdicts):
-            self._account.note_failure("head", verdict, self._words.get(verdict, ""))
+            self._access.note_failure("head", verdict, self._words.get(verdict, ""))
         return verdicts
 
     def _head_each(
@@ -227,7 +227,7 @@ class Bucket:
 
         Requests travel on several connections at once: all are sent before the first answer is awaited.
         """
-        credentials = self._account.credentials(patience.deadline)
+        credentials = self._access.credentials(patience.deadline)
         may_open = True
         while waiting and time.monotonic() < patience.deadline:
             wanted = min(len(waiting), HEADS_IN_FLIGHT_MAX)
@@ -282,13 +282,13 @@ class Bucket:
             return Verdict.EXPIRED if self._age_s(answer) > self._ttl_s else Verdict.DONE
         verdict = self._verdict_of(answer, b"")
         # The answer has no body that could say that the credentials have expired.
-        if verdict in _REFUSALS and self._account.renew(credentials, connection.patience.deadline):
+        if verdict in _REFUSALS and self._access.renew(credentials, connection.patience.deadline):
             return Verdict.CREDENTIALS
         return verdict
 
     def sentence(self, verdict: Verdict, operation: str) -> str:
         """Return what the verdict says of the bucket, what the server said last, and what to do."""
-        return self._account.sentence(verdict, self._words.get(verdict, ""), operation)
+        return self._access.sentence(verdict, self._words.get(verdict, ""), operation)
 
     def close(self) -> None:
         """Make the requests in flight fail, and close every connection."""
@@ -328,7 +328,7 @@ class Bucket:
         verdict = self._verdict_of(answer, body)
         if verdict in (Verdict.CREDENTIALS, Verdict.DENIED):  # the latter also of a key that was replaced
             are_expired = verdict is Verdict.CREDENTIALS
-            if self._account.renew(credentials, connection.patience.deadline, are_expired=are_expired):
+            if self._access.renew(credentials, connection.patience.deadline, are_expired=are_expired):
                 return Verdict.CREDENTIALS
             return Verdict.DENIED if verdict is Verdict.DENIED else Verdict.CREDENTIALS_EXPIRED
         return verdict
@@ -340,9 +340,9 @@ class Bucket:
         self._words[verdict] = words_in(answer, body)
         region = region_in(answer, body) if verdict is Verdict.MOVED else ""
         if region and region != self._signer.region:
-            self._account.region, self._moved_s = region, time.monotonic()
+            self._access.region, self._moved_s = region, time.monotonic()
             self._signer = Signer(region)
-            self.pool.move(self._account.endpoint())
+            self.pool.move(self._access.endpoint())
         return Verdict.REDIRECTED if region and time.monotonic() - self._moved_s < MOVE_S else verdict
 
     def _attempts(self, until_s: float) -> Iterator[int]:
@@ -365,11 +365,11 @@ class Bucket:
                 break
         verdict = Verdict.MOVED if verdict is Verdict.REDIRECTED else verdict  # it names regions without end
         if verdict in FAILURES:
-            self._account.note_failure(method, verdict, self._words.get(verdict, ""))
+            self._access.note_failure(method, verdict, self._words.get(verdict, ""))
         return verdict
 
     def _try(self, exchange: Exchange, patience: Patience) -> Verdict:
-        credentials = self._account.credentials(patience.deadline)
+        credentials = self._access.credentials(patience.deadline)
         try:
             connection = self.pool.take(patience)
             try:

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 
 from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.resolver import causes_of, words_of
-from tiered_kv_s3.account import Account, library_errors
+from tiered_kv_s3.access import BucketAccess, library_errors
 from tiered_kv_s3.connection import Credentials
 from tiered_kv_s3.pages import POSITIONS
 from tiered_kv_s3.settings import S3Settings
@@ -73,8 +73,8 @@ class Control:
     Every method raises `BucketError` if the request fails. A block takes `record_bytes` where a listing has no sizes.
     """
 
-    def __init__(self, account: Account, settings: S3Settings, tier: str, record_bytes: int = 0) -> None:
-        self._account = account
+    def __init__(self, access: BucketAccess, settings: S3Settings, tier: str, record_bytes: int = 0) -> None:
+        self._access = access
         self._settings = settings
         self._bucket = settings.bucket
         self._tier = tier
@@ -290,7 +290,7 @@ class Control:
             code = _valid_code(each.get("Code"))
             if code in NO_OBJECT:
                 continue
-            self._account.note_failure("delete", code, str(each.get("Message", "")))
+            self._access.note_failure("delete", code, str(each.get("Message", "")))
             refused[each.get("Key", ""), each.get("VersionId", "")] = code
         names = [(each["Key"], each.get("VersionId", "")) for each in named]
         codes = [refused.get((key, version)) or refused.get((key, "")) for key, version in names]
@@ -327,7 +327,7 @@ class Control:
         # Outside the handler: the cause may quote secrets.
         used = self._made_for
         until_s = min(time.monotonic() + _CREDENTIALS_S, self.deadline)
-        if status in (401, 403) and used is not None and self._account.renew(used[0], until_s, are_expired=False):
+        if status in (401, 403) and used is not None and self._access.renew(used[0], until_s, are_expired=False):
             return self._call(operation, call, has_other=has_other)
         raise self._error(operation, code, words, status, has_other=has_other)
 
@@ -336,18 +336,18 @@ class Control:
     ) -> BucketError:
         level = logging.INFO if has_other and status in _UNKNOWN else logging.WARNING
         if code in NO_OBJECT and operation != "list":
-            message = self._account.sentence(code, words)
+            message = self._access.sentence(code, words)
         else:
-            message = self._account.note_failure(operation, code, words, level)
+            message = self._access.note_failure(operation, code, words, level)
         return BucketError(message, code, tier=self._tier, operation=operation, status=status)
 
     def _boto3(self) -> Any:
         # Not under the lock: it may wait.
-        credentials = self._account.credentials(min(time.monotonic() + _CREDENTIALS_S, self.deadline))
+        credentials = self._access.credentials(min(time.monotonic() + _CREDENTIALS_S, self.deadline))
         wanted = credentials, *self._limits()
         with self._lock:
             if self._made_for != wanted:  # the earlier client may be in use
-                self._client = self._account.client(*wanted)
+                self._client = self._access.client(*wanted)
                 self._client.meta.events.register("before-sign.s3.DeleteObjects", _add_md5)
                 self._made_for = wanted
             return self._client

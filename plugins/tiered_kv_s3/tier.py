@@ -22,7 +22,7 @@ from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
 from tiered_kv.toolkit.touches import Touches
-from tiered_kv_s3.account import Account
+from tiered_kv_s3.access import BucketAccess
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control
 from tiered_kv_s3.epoch import EpochObject, Naming
@@ -69,10 +69,10 @@ class S3Tier(BlockingTier):
             what = f"{settings.capacity} bytes do not hold one record of {record_bytes} bytes"
             raise ConfigError(what, location="capacity")
         self._naming = Naming(settings.prefix, spec.namespace_digest)
-        self._account = Account(settings, name)
-        self._counters = self._account.counters
-        self._bucket = Bucket(settings, self._account)
-        self._control = Control(self._account, settings, name, record_bytes)
+        self._access = BucketAccess(settings, name)
+        self._counters = self._access.counters
+        self._bucket = Bucket(settings, self._access)
+        self._control = Control(self._access, settings, name, record_bytes)
         super().__init__(
             spec,
             primary_kv_view,
@@ -97,7 +97,7 @@ class S3Tier(BlockingTier):
         self._touches = Touches(self._note_uses, f"tiered-kv-{name}-touches", every_s)
 
     def explain_failure(self, reason: str) -> str:
-        return self._account.failure_texts.of(reason) or super().explain_failure(reason)
+        return self._access.failure_texts.of(reason) or super().explain_failure(reason)
 
     # Worker threads.
 
@@ -182,7 +182,7 @@ class S3Tier(BlockingTier):
         next(self._control.listed(self._naming.blocks))
         has_limit = self._settings.ttl or self._settings.capacity
         if has_limit and (refusals := self._control.delete([{"Key": self._naming.no_block}])):
-            said = self._account.sentence(refusals[0], "", "delete")
+            said = self._access.sentence(refusals[0], "", "delete")
             what = f"{said}; without deletes, ttl and capacity cannot be kept"
             raise BucketError(what, refusals[0], tier=self._name, operation="delete")
         warnings = [_LOCKS_OBJECTS] if self._control.locks_objects() else []
@@ -197,7 +197,7 @@ class S3Tier(BlockingTier):
             **self._settings.model_dump(include={"bucket", "prefix", "connections", "codec"}),
             "server": self._bucket.pool.endpoint.authority,
             "tls": self._bucket.pool.endpoint.is_tls,
-            "region": self._account.region,
+            "region": self._access.region,
             "capacity_bytes": self._settings.capacity,
             "ttl_s": self._settings.ttl,
         }

@@ -226,7 +226,7 @@ class TestS3TierOnOtherServers(TestS3Tier):
 
 @pytest.mark.slow
 def test_sweeps_renewals_and_purges_on_another_server(installed_server: S3Server) -> None:
-    from tiered_kv_s3.account import Account
+    from tiered_kv_s3.access import BucketAccess
     from tiered_kv_s3.administration import S3Administration
     from tiered_kv_s3.control import Control
     from tiered_kv_s3.settings import S3Settings
@@ -243,7 +243,7 @@ def test_sweeps_renewals_and_purges_on_another_server(installed_server: S3Server
         assert count_of(stack.counters(), "s3", "tier", "failed_sweeps_total") == 0
         digest = stack.config.identity.digest.hex()
     settings = S3Settings.model_validate({**entry, "ttl": "6s"})
-    with closing(Control(Account(settings, "s3"), settings, "s3")) as control:
+    with closing(Control(BucketAccess(settings, "s3"), settings, "s3")) as control:
         name = next(each.name for page in control.listed("tiered-kv/") for each in page if "/blocks/" in each.name)
         time.sleep(4.0)
         control.renew(name)  # raises if the object is older than half of `ttl`

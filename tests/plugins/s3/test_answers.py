@@ -254,7 +254,7 @@ print(json.dumps({"Version": 1, "AccessKeyId": "id", "SecretAccessKey": "s", "Ex
 def test_a_hanging_provider_of_credentials_delays_nothing(
     server: FakeS3, open_rig: OpenRig, profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tiered_kv_s3.account.REFRESH_S", 0.0)
+    monkeypatch.setattr("tiered_kv_s3.access.REFRESH_S", 0.0)
     hang, program = tmp_path / "hang", tmp_path / "program.py"
     program.write_text(CREDENTIAL_PROGRAM)
     config = tmp_path / "config"

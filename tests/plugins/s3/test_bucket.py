@@ -16,7 +16,7 @@ from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_s3 import control
-from tiered_kv_s3.account import Account
+from tiered_kv_s3.access import BucketAccess
 from tiered_kv_s3.administration import S3Administration
 from tiered_kv_s3.control import Control
 from tiered_kv_s3.settings import S3Settings
@@ -65,7 +65,7 @@ def test_a_renewed_block_keeps_its_bytes_and_storage_class(
     name = blocks_in(client, moto_bucket)[0]["Key"]
     before = client.head_object(Bucket=moto_bucket, Key=name)
     settings = S3Settings.model_validate(s3_entry(moto_server, moto_bucket, storage_class="ONEZONE_IA"))
-    with contextlib.closing(Control(Account(settings, "s3"), settings, "s3")) as control:
+    with contextlib.closing(Control(BucketAccess(settings, "s3"), settings, "s3")) as control:
         control.renew(name)
     after = client.head_object(Bucket=moto_bucket, Key=name)
     assert (after["StorageClass"], after["ETag"]) == ("ONEZONE_IA", before["ETag"])

@@ -10,7 +10,7 @@ from pydantic import SecretStr, ValidationError
 from tests.support.fake_s3 import FakeS3, OpenRig, Request, error, open_rig, server
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_redis.settings import RedisSettings
-from tiered_kv_s3 import account
+from tiered_kv_s3 import access
 from tiered_kv_s3.settings import S3Settings
 
 pytest.importorskip("boto3", reason="boto3 is not installed")
@@ -56,13 +56,13 @@ def test_credentials_that_stay_refused_are_read_at_a_bounded_rate(
 ) -> None:
     profile.write_text("[kv]\naws_access_key_id = the-first\naws_secret_access_key = a-secret\n")
     opened: list[object] = []
-    open_session = account.Account._open_session
+    open_session = access.BucketAccess._open_session
 
-    def open_it(self: account.Account) -> object:
+    def open_it(self: access.BucketAccess) -> object:
         opened.append(self)
         return open_session(self)
 
-    monkeypatch.setattr(account.Account, "_open_session", open_it)
+    monkeypatch.setattr(access.BucketAccess, "_open_session", open_it)
     server.reply = lambda request: error(403, "AccessDenied")
     rig = open_rig(**PROFILE)
     for number in range(20):

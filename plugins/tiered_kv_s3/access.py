@@ -1,4 +1,10 @@
-"""The boto3 session: credentials, and the bucket's endpoint."""
+"""Access to a bucket: the boto3 session with its credentials, the bucket's endpoint, and what a failure means.
+
+The tier, its `Bucket`, its `Control` and the administration share one object, on any thread. These things stay true:
+
+- No lock is held while a provider of credentials runs, and a request waits for one until its deadline at most.
+- No message repeats a secret: neither a setting, nor credentials that were used before.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +42,8 @@ _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "
 """They log whole requests, with session tokens, at level DEBUG."""
 
 
-class Account:
-    """A boto3 session and its credentials. Any thread may call.
+class BucketAccess:
+    """A boto3 session, its credentials, and sentences for failures. Any thread may call.
 
     A provider of credentials may use a server or a program that hangs, and boto3 sets no limit. So a background thread
     calls the provider. A request waits for it only if there are no credentials yet, and until its deadline.
