@@ -10,7 +10,7 @@ from tiered_kv.config.namespace import Namespace
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.server.attach import Attachment
-from tiered_kv.server.idle import EngineManager
+from tiered_kv.server.engine_manager import AttachedEngineManager
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.worker import HostWorker
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
@@ -45,7 +45,7 @@ class HostCache:
         """Identifies the namespace."""
         return self.namespace.identify(block_bytes=self.block_bytes, block_tokens=self.block_tokens).digest
 
-    def open_manager(self) -> EngineManager:
+    def open_manager(self) -> AttachedEngineManager:
         """Open the scheduler's side. If no server listens, every block is a miss until one does.
 
         Raises:
@@ -53,7 +53,7 @@ class HostCache:
         """
         attachment = Attachment(self.address, self._hello("scheduler"), maps_rows=False)
         attachment.connect()
-        return EngineManager(attachment)
+        return AttachedEngineManager(attachment)
 
     def open_handlers(self, kv_caches: CanonicalKVCaches, rank: int) -> WorkerHandlers:
         """Open a worker's side; the handlers close it.

@@ -26,7 +26,7 @@ from tiered_kv.base import (
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server.attach import Attachment
-from tiered_kv.server.idle import EngineManager
+from tiered_kv.server.engine_manager import AttachedEngineManager
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.worker import HostWorker
 from tiered_kv.testing.control import wait_until
@@ -180,7 +180,9 @@ def test_an_engine_lets_the_memory_of_a_killed_server_go_once_no_copy_runs(tmp_p
 def test_an_engine_without_requests_notices_that_its_server_has_gone(tmp_path: Path) -> None:
     with ExitStack() as undo:
         with serving(tmp_path) as served:
-            manager = EngineManager(Attachment(served.address, Hello(NAME, "scheduler", workers=1), maps_rows=False))
+            manager = AttachedEngineManager(
+                Attachment(served.address, Hello(NAME, "scheduler", workers=1), maps_rows=False)
+            )
             undo.callback(manager.shutdown)
             worker = undo.enter_context(worker_of(served))
             wait_until(lambda: manager.is_attached)

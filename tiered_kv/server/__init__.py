@@ -8,6 +8,6 @@ until all of the engine's processes have ended or given it back, and the death o
 server, namespaces, host, session, session_request, questions: the server, its stacks, and each engine's use of them.
 listener, users, process, descriptors, reset_file, memory, allocation: its socket, who may connect, and its memory.
 protocol, channel, welcome: the messages, and how they travel.
-attach, connection, client, attached_request, idle, connect, worker: the client, for engines, their workers, and
-programs.
+attach, connection, client, attached_request, idle, engine_manager, connect, worker: the client, for engines, their
+workers, and programs.
 """

@@ -1,4 +1,8 @@
-"""The idle poll: an engine or program without requests notices the end of its server, and frees its memory."""
+"""The idle poll: an engine or program without requests notices the end of its server, and frees its memory.
+
+`AttachedEngineManager`, an attached program and the host tier start one. It polls on a thread of its own, only while
+the manager has no request, and only with the lock that every other such call holds.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,7 @@ import threading
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Final
 
-from tiered_kv.base import ReqContext
 from tiered_kv.errors import ResourceError
-from tiered_kv.server.attach import Attachment
-from tiered_kv.server.attached_request import AttachedRequest
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.system.threads import start_thread
@@ -50,32 +51,3 @@ class IdlePoll:
             except Exception:  # without this thread, a dead server's memory would be kept for good
                 if limit.take() is not None:
                     _log.exception("the connection to the host's cache: an unexpected error; %s", limit.about)
-
-
-class EngineManager(AttachedManager):
-    """The manager of an engine that makes no steps while it has no requests."""
-
-    def __init__(self, attachment: Attachment) -> None:
-        self._lock = threading.RLock()
-        super().__init__(attachment)
-        self._idle_poll = IdlePoll(self, self._lock)
-
-    def _begin(self, req_context: ReqContext) -> AttachedRequest:
-        with self._lock:
-            return super()._begin(req_context)
-
-    def _end_if_over(self, request: AttachedRequest) -> None:
-        with self._lock:
-            super()._end_if_over(request)
-
-    def on_schedule_end(self) -> None:
-        with self._lock:
-            super().on_schedule_end()
-
-    def reset_cache(self) -> None:
-        with self._lock:
-            super().reset_cache()
-
-    def shutdown(self, timeout_s: float = 5.0) -> None:
-        self._idle_poll.stop()
-        super().shutdown(timeout_s)
