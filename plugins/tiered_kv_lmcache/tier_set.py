@@ -28,7 +28,7 @@ from tiered_kv.config.units import Count
 from tiered_kv.config.validation import validate
 from tiered_kv.direct import DirectTiers
 from tiered_kv.direct.tiers import part_of
-from tiered_kv.engines.settings import HostSettings, UserNamespace
+from tiered_kv.engines.settings import CallerSettings, UserNamespace
 from tiered_kv.errors import ConfigError, ResourceError, ShutdownError, TieredKVError, TierError
 from tiered_kv.system.threads import start_thread
 
@@ -56,7 +56,7 @@ class AdapterNamespace(UserNamespace):
     hash_seed: Seed | None = Field(default=None, description="The seed of that hash: text, or an integer.")
 
 
-class AdapterSettings(HostSettings):
+class AdapterSettings(CallerSettings):
     """The tiers below LMCache's L1, and what shapes the bytes."""
 
     location = LOCATION

@@ -38,7 +38,7 @@ from tiered_kv.engines.facts import (
     without_origin,
 )
 from tiered_kv.engines.ignored import ignored_settings
-from tiered_kv.engines.settings import HostSettings, UserModelNamespace
+from tiered_kv.engines.settings import CallerSettings, UserModelNamespace
 from tiered_kv.errors import ConfigError
 from tiered_kv_sglang.pools import PagePool
 
@@ -60,7 +60,7 @@ class HiCacheNamespace(UserModelNamespace):
     )
 
 
-class HiCacheSettings(HostSettings):
+class HiCacheSettings(CallerSettings):
     """The extra config, without the settings that SGLang takes out of it."""
 
     location = LOCATION

@@ -545,7 +545,7 @@ def test_memory_that_cannot_be_used_is_refused(pool: Any, message: str) -> None:
 
 def test_tiers_that_cannot_be_used_are_refused(pool: Any, register: Register) -> None:
     register("rows", lambda inner: FourMethodTier(None, inner._primary_kv_view, "rows"))
-    with pytest.raises(ConfigError, match="tier 'rows' cannot be used over a host's memory"):
+    with pytest.raises(ConfigError, match="tier 'rows' cannot be used over a caller's memory"):
         open_direct(pool, MEMORY, {"type": "rows"})
     with pytest.raises(ValueError, match="each its own name"):
         open_direct(pool, MEMORY, MEMORY)

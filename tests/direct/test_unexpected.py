@@ -131,7 +131,7 @@ def test_tasks_over_a_frozen_server_end_and_let_the_memory_go(
             server.thaw()
         assert reports == [[False] * COUNT] * 3
         wait_until(lambda: tiers.wait("contains", keys) == [True] * COUNT, what="an answer of the server")
-        assert (pool[START : START + SIZE] == 7).all(), "a late answer was written into the host's memory"
+        assert (pool[START : START + SIZE] == 7).all(), "a late answer was written into the caller's memory"
         wait_until(lambda: tiers.wait("load", keys, targets) == [True] * COUNT, what="a load")
         assert np.array_equal(pool[START : START + SIZE], content)
         # The server may carry out what it had not answered: then these are the bytes.

@@ -16,8 +16,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from tiered_kv.worker.cpu import CpuCopier, copy_runs
 from tiered_kv.worker.cuda import SHORT_RUN_BYTES, CudaCopier, DriverCopies, _Attributes
-from tiered_kv.worker.handlers import HostCopier, copy_runs
 from tiered_kv.worker.plan import CopyPlan
 
 CUDA_ERROR_INVALID_VALUE = 1
@@ -176,7 +176,7 @@ class Reversal:
 
 def test_many_small_runs_do_not_wait_for_an_engine_that_computes_in_python() -> None:
     reversal = Reversal(20_000)
-    copier = HostCopier("tiered-kv-test")
+    copier = CpuCopier("tiered-kv-test")
     began_s = time.perf_counter()
     copy = copier.submit(reversal.plan)
     turns = 0

@@ -25,7 +25,8 @@ from tiered_kv.errors import ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.testing.control import wait_until
 from tiered_kv.worker import open_handlers
-from tiered_kv.worker.handlers import CopyHandler, HostCopier, HostCopy, WorkerHandlers, copy_runs
+from tiered_kv.worker.cpu import CpuCopier, CpuCopy, copy_runs
+from tiered_kv.worker.handlers import CopyHandler, WorkerHandlers
 from tiered_kv.worker.plan import LOAD, STORE, CopyPlan, lay_out
 
 torch = pytest.importorskip("torch")
@@ -44,15 +45,15 @@ def caches_of(tensor: Any, page_bytes: int, refs: list[list[tuple[int, int]]] | 
     )
 
 
-class Copying(HostCopier):
+class Copying(CpuCopier):
     """Copies by a function of the test."""
 
     def __init__(self, copy: Callable[[CopyPlan], float]) -> None:
         super().__init__("tiered-kv-store")
         self._copy = copy
 
-    def submit(self, plan: CopyPlan) -> HostCopy:
-        return HostCopy(self._threads.submit(self._copy, plan))
+    def submit(self, plan: CopyPlan) -> CpuCopy:
+        return CpuCopy(self._threads.submit(self._copy, plan))
 
 
 class Rig:

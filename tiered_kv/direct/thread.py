@@ -157,7 +157,7 @@ class TierThread:
             self._serve()
         except BaseException:  # no bug may leave a caller waiting for its answers
             self._has_failed = True
-            _log.exception("the tiers over a host's memory are closed: an unexpected error")
+            _log.exception("the tiers over the caller's memory are closed: an unexpected error")
             self._end_after_error()
         self._has_ended = True
         self._take_messages(0)

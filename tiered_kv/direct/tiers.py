@@ -132,7 +132,7 @@ class DirectTiers:
         if not tier.takes_offsets:
             tier.shutdown()
             raise ConfigError(
-                f"tier '{settings.name}' cannot be used over a host's memory: its class knows no byte offsets; "
+                f"tier '{settings.name}' cannot be used over a caller's memory: its class knows no byte offsets; "
                 "use it in a stack, or build it on tiered_kv.toolkit"
             )
         budget_bytes = min(self._size_bytes, BUDGET_BYTES_MAX)

@@ -15,7 +15,7 @@ from tiered_kv.engines.facts import bidirectional_setting
 from tiered_kv.errors import ConfigError
 
 
-class HostSettings(StrictModel):
+class CallerSettings(StrictModel):
     """The base of the settings of tiers over an engine's own memory."""
 
     location: ClassVar[str]  # where they are in the engine's configuration, for messages

@@ -10,6 +10,7 @@ touches the manager. Importing this package does not import torch. Functions tha
 handlers     the interface of an engine's worker, over a region
 plan         where a block's bytes lie on the device and in a row, and what to copy
 cuda         the copies on a CUDA device
+cpu          the copies within CPU memory
 kernel       the kernel for short runs of bytes
 short_runs   whether the driver or the kernel copies short runs
 shared       one stack and one region for several processes

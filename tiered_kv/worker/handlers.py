@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import functools
-import logging
-import math
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 from tiered_kv.base import (
@@ -23,11 +16,11 @@ from tiered_kv.base import (
     TransferType,
 )
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.errors import ResourceError, ShutdownError
+from tiered_kv.errors import ShutdownError
 from tiered_kv.mediums import CPULoadStoreSpec
-from tiered_kv.system.threads import DaemonThreads
+from tiered_kv.worker.cpu import CpuCopier, CpuCopy
 from tiered_kv.worker.cuda import CudaCopier, CudaCopy, Kernel
-from tiered_kv.worker.plan import LOAD, STORE, BlockLayout, CopyPlan, device_of, lay_out, plan_transfer
+from tiered_kv.worker.plan import LOAD, STORE, BlockLayout, device_of, lay_out, plan_transfer
 from tiered_kv.worker.short_runs import choose_kernels
 
 
@@ -100,7 +93,7 @@ def open_handlers(
                 on_shutdown()
 
         copier = (
-            CudaCopier(device, kernel=kernels.get(kind)) if device.type == "cuda" else HostCopier(f"tiered-kv-{name}")
+            CudaCopier(device, kernel=kernels.get(kind)) if device.type == "cuda" else CpuCopier(f"tiered-kv-{name}")
         )
         ours = layout.stored() if kind == STORE else layout
         return CopyHandler(ours, kind, copier, memory, check=check, on_shutdown=end)
@@ -119,7 +112,7 @@ class CopyHandler(OffloadingHandler):
         self,
         layout: BlockLayout,
         kind: TransferType,
-        copier: CudaCopier | HostCopier,
+        copier: CudaCopier | CpuCopier,
         memory: object,
         *,
         check: Callable[[], object],
@@ -132,7 +125,7 @@ class CopyHandler(OffloadingHandler):
         self._copier = copier
         # Called by `shutdown`, or when the handler is collected: copies must not outlive their memory.
         self._end = weakref.finalize(self, _end_copies, copier, memory)
-        self._transfers: dict[int, tuple[CudaCopy | HostCopy, int]] = {}
+        self._transfers: dict[int, tuple[CudaCopy | CpuCopy, int]] = {}
         """The unreported transfers and their bytes, by their jobs, in the order of their submission."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
@@ -168,76 +161,6 @@ class CopyHandler(OffloadingHandler):
             self._on_shutdown()
 
 
-def _end_copies(copier: CudaCopier | HostCopier, memory: object) -> None:
+def _end_copies(copier: CudaCopier | CpuCopier, memory: object) -> None:
     """Close the copier while the memory is still referenced."""
     copier.close()
-
-
-_log = logging.getLogger(__name__)
-
-
-class HostCopier:
-    """Copies within the CPU's memory, each run by one `memmove`, on a thread of its own called `name`.
-
-    The thread keeps the interpreter lock for a whole job. ctypes usually releases it for each call. While the engine's
-    thread runs Python, the copying thread would then wait five milliseconds (the switch interval) after each run, and a
-    run takes microseconds. So a job delays the engine's Python by the job's own copying at most.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._threads = DaemonThreads(name, 1)
-
-    def submit(self, plan: CopyPlan) -> HostCopy:
-        try:
-            return HostCopy(self._threads.submit(copy_runs, plan))
-        except ResourceError:  # no thread: the engine's copies, which takes no longer (see above)
-            copied: Future[float] = Future()
-            copied.set_result(copy_runs(plan))
-            return HostCopy(copied)
-
-    def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
-        self._threads.join(math.inf)
-
-
-class HostCopy:
-    """A plan on the copier's thread."""
-
-    def __init__(self, future: Future[float]) -> None:
-        self._future = future
-
-    def has_ended(self) -> bool:
-        return self._future.done()
-
-    def wait(self) -> None:
-        # Not `concurrent.futures.wait`: it never returns for futures that a pool cancelled at its shutdown.
-        with contextlib.suppress(CancelledError):
-            self._future.exception()
-
-    def seconds(self) -> float | None:
-        """Return how long the ended copy took; None if it failed or was dropped."""
-        if self._future.cancelled():
-            return None
-        error = self._future.exception()
-        if error is not None:
-            _log.warning("a copy in the CPU's memory failed: %s: %s", type(error).__name__, error)
-            return None
-        return self._future.result()
-
-
-def copy_runs(plan: CopyPlan) -> float:
-    """Copy all runs of a plan, and return how many seconds it took."""
-    began = time.perf_counter()
-    memmove = _memmove()
-    runs = zip(plan.destinations.tolist(), plan.sources.tolist(), plan.lengths.tolist(), strict=True)
-    for destination, source, length in runs:
-        memmove(destination, source, length)
-    return time.perf_counter() - began
-
-
-@functools.cache
-def _memmove() -> Callable[[int, int, int], None]:
-    memmove = ctypes.PyDLL(None).memmove  # PyDLL: calls keep the interpreter lock
-    memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    memmove.restype = None
-    return memmove

@@ -151,21 +151,21 @@ def measure_both(device: torch.device, page_bytes: int, kernel: Kernel) -> Secon
     num_pages = max(2, min(_SAMPLE_PAGES_MAX, _SAMPLE_BYTES // page_bytes))
     random = np.random.default_rng(0)  # not torch's: the model's random numbers stay what they are
     pattern = torch.from_numpy(random.integers(0, 256, num_pages * page_bytes, dtype=np.uint8))
-    on_host = torch.empty(pattern.shape, dtype=torch.uint8, pin_memory=True).copy_(pattern)
-    on_device = torch.zeros_like(on_host, device=device)
-    host_pages = on_host.data_ptr() + page_bytes * np.arange(num_pages, dtype=np.int64)
+    on_cpu = torch.empty(pattern.shape, dtype=torch.uint8, pin_memory=True).copy_(pattern)
+    on_device = torch.zeros_like(on_cpu, device=device)
+    cpu_pages = on_cpu.data_ptr() + page_bytes * np.arange(num_pages, dtype=np.int64)
     device_pages = on_device.data_ptr() + page_bytes * random.permutation(num_pages)
     lengths = np.full(num_pages, page_bytes, dtype=np.int64)
-    plans = {LOAD: CopyPlan(host_pages, device_pages, lengths), STORE: CopyPlan(device_pages, host_pages, lengths)}
+    plans = {LOAD: CopyPlan(cpu_pages, device_pages, lengths), STORE: CopyPlan(device_pages, cpu_pages, lengths)}
 
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     kernel.copy(plans[LOAD], stream)  # compiles it
     stream.synchronize()
-    on_host.zero_()
+    on_cpu.zero_()
     kernel.copy(plans[STORE], stream)
     stream.synchronize()
-    if not torch.equal(on_host, pattern):
+    if not torch.equal(on_cpu, pattern):
         raise ValueError("it copies wrong bytes")
     by_driver, by_kernel = CudaCopier(device), CudaCopier(device, kernel=kernel)
     return {kind: (_least_seconds(by_driver, plan), _least_seconds(by_kernel, plan)) for kind, plan in plans.items()}

@@ -322,7 +322,7 @@ class Checks(ChecksIn):
             context = engine.begin(keys)
             output = engine.prepare_store(keys, context)
             device = GPULoadStoreSpec([0, 1, 2, 3], [4], [0])
-            with mock.patch("tiered_kv.worker.handlers.copy_runs", side_effect=OSError("no copy")):
+            with mock.patch("tiered_kv.worker.cpu.copy_runs", side_effect=OSError("no copy")):
                 for job, worker in enumerate(engine.workers):
                     worker.submit_store(job, device, output.store_spec)
                     worker.wait({job})
