@@ -23,8 +23,9 @@ prefix with a few HEADs. Listings, deletes and copies run through boto3 (`contro
 credentials (`access.BucketAccess`).
 
 How room is made. With `ttl` or `capacity`, one process of the namespace at a time lists all blocks (`sweeper.Sweeper`;
-`turn.Turn` decides which process). It deletes blocks that are too old, and then the oldest beyond the capacity. A used
-block that is half as old as these is renewed: the server copies it onto itself. Without either setting no sweep runs.
+`sweep_right.SweepRight` decides which process). It deletes blocks that are too old, and then the oldest beyond the
+capacity. A used block that is half as old as these is renewed: the server copies it onto itself. Without either setting
+no sweep runs.
 
 What a restart does. The process reads the epoch's mark (`epoch.EpochObject`). Lookups find all blocks of that epoch. A
 reset draws another epoch (`S3Tier.reset_cache`). Sweeps delete the older blocks, as blocks that nobody uses.

@@ -1,8 +1,8 @@
 """The tier's background work: sweeps for `ttl` and `capacity`, and the renewal of used blocks.
 
 A sweep lists the namespace's blocks, of every epoch, and deletes those older than `ttl`, and the oldest beyond
-`capacity`. One process sweeps for all: see turn.py. If several do, they choose about the same blocks, and deleting a
-deleted one is no error.
+`capacity`. One process sweeps for all: see sweep_right.py. If several do, they choose about the same blocks, and
+deleting a deleted one is no error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tiered_kv_s3.control import DELETED_AT_ONCE, NO_OBJECT, Control, Listed
 from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.presence import ASKED_AT_ONCE, Presence
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.turn import Swept, Turn
+from tiered_kv_s3.sweep_right import SweepRight, Swept
 from tiered_kv_s3.uses import BlockUses
 from tiered_kv_s3.verdict import BucketError, Verdict
 
@@ -58,7 +58,7 @@ class Sweeper:
         self._lock = threading.Lock()  # guards the rest
         self.used_bytes = 0  # of all blocks: of the last sweep, and what this process has stored since
         self.uses = BlockUses()
-        self._turn = Turn(control, naming.sweep, self._interval_s)
+        self._right = SweepRight(control, naming.sweep, self._interval_s)
         self._deleted_s = math.inf
         """The age at which sweeps delete blocks to keep the capacity; infinite as long as none does soon."""
         self._deleted: tuple[float, frozenset[str]] = (0.0, frozenset())  # some blocks of the last sweep, and its end
@@ -120,16 +120,16 @@ class Sweeper:
         while self._sweep_once():
             pass
 
-    def sweep_in_turn(self) -> None:
+    def sweep_if_due(self) -> None:
         """Sweep, unless another process has done so lately; raises as `sweep`."""
-        swept = self._turn.take(Swept(self._deleted_s, self.used_bytes))
+        swept = self._right.take(Swept(self._deleted_s, self.used_bytes))
         if swept is None:
             try:
                 self.sweep()
             except BaseException:
-                self._turn.leave()
+                self._right.leave()
                 raise
-            self._turn.end(Swept(self._deleted_s, self.used_bytes))
+            self._right.end(Swept(self._deleted_s, self.used_bytes))
         else:
             self._follow(swept)
 
@@ -155,9 +155,9 @@ class Sweeper:
         while not self._stopping.wait(pause_s):
             try:
                 if self._has_stored:
-                    self.sweep_in_turn()
+                    self.sweep_if_due()
                 else:
-                    self._follow(self._turn.others())
+                    self._follow(self._right.others())
             except Exception:  # any exception of a library; the thread continues
                 self._counters.add("failed_sweeps_total")
             pause_s = self._interval_s * random.uniform(1 - _JITTER, 1 + _JITTER)

@@ -35,7 +35,7 @@ ENGINES = 3
 
 
 class TierBelow(SecondaryTierManager):
-    """A tier that copies a turn after it was asked to, so that each run of an example is the same."""
+    """A tier that copies a pass after it was asked to, so that each run of an example is the same."""
 
     is_nonblocking = True
 
@@ -99,7 +99,7 @@ class Copies:
 
 
 class LeaseRules(RuleBasedStateMachine):
-    """Engines with one thread, and a server that takes a turn when a rule says so."""
+    """Engines with one thread, and a server that makes a pass when a rule says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,16 +119,16 @@ class LeaseRules(RuleBasedStateMachine):
         reader, self.writer = os.pipe()
         return reader
 
-    def turns(self, count: int = 4) -> None:
+    def passes(self, count: int = 4) -> None:
         for _ in range(count):
-            self.server.turn(0)
+            self.server.serve_once(0)
 
     def attach(self, attachment: Attachment) -> None:
-        """Connect while the server takes turns."""
+        """Connect while the server makes passes."""
         connecting = threading.Thread(target=attachment.connect)
         connecting.start()
         while connecting.is_alive():
-            self.server.turn(0.001)
+            self.server.serve_once(0.001)
         connecting.join()
 
     @initialize()
@@ -147,7 +147,7 @@ class LeaseRules(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3))
     def serve(self, count: int) -> None:
-        self.turns(count)
+        self.passes(count)
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -253,7 +253,7 @@ class LeaseRules(RuleBasedStateMachine):
             for _ in range(20_000):
                 if engine.manager.is_attached:
                     break
-                self.server.turn(0.001)
+                self.server.serve_once(0.001)
                 engine.manager.on_schedule_end()
             assert engine.manager.is_attached
             engine.end_fd = self.writer
@@ -279,7 +279,7 @@ class LeaseRules(RuleBasedStateMachine):
         try:
             for engine in self.engines:
                 self.end(engine)
-            self.turns(20)
+            self.passes(20)
             host = self.namespaces.hosts[0]
             assert not host.sessions
             assert all(block.ref_cnt == 0 for block in host.manager.primary.blocks.values()), "a lease has no end"

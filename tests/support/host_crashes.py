@@ -76,7 +76,7 @@ class Board:
         self._numbers[0] += 1
 
     @property
-    def turns(self) -> int:
+    def passes(self) -> int:
         return self._numbers[0]
 
     def has(self, number: int) -> bool:
@@ -110,7 +110,7 @@ def serve(folder: Path, board: Board, rows: int = ROWS, *, until_left: bool = Fa
         free = primary.backend.get_num_free_blocks()
         assert len(used) + free <= rows, "a row is in use and free"
         board.note(host.sessions, free + sum(block.ref_cnt == 0 for block in blocks))
-        server.turn(0.001 if host.is_busy else 0.05)
+        server.serve_once(0.001 if host.is_busy else 0.05)
     server.close()
 
 

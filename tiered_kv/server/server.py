@@ -91,12 +91,12 @@ class CacheServer:
         """Serve until `stop`, then say goodbye to all clients and close the stacks."""
         try:
             while not self._is_stopping:
-                self.turn(_TICK_S if any(host.is_busy for host in self._namespaces.hosts) else _IDLE_S)
+                self.serve_once(_TICK_S if any(host.is_busy for host in self._namespaces.hosts) else _IDLE_S)
         finally:
             self.close()
 
-    def turn(self, timeout_s: float) -> None:
-        """Wait for messages, `timeout_s` at most, and answer them: one turn of `serve`."""
+    def serve_once(self, timeout_s: float) -> None:
+        """Wait for messages, `timeout_s` at most, and answer them: one pass of `serve`."""
         found = self._selector.select(timeout_s)
         for host in self._namespaces.hosts:
             host.see_resets()
@@ -205,7 +205,7 @@ class CacheServer:
         self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._died(process))
 
     def _receive(self, process: Process) -> None:
-        STEP.begin()  # until the turn's step ends, other threads do not hold the interpreter
+        STEP.begin()  # until this pass's step ends, other threads do not hold the interpreter
         for message in process.channel.receive(_PACKETS_A_TURN, is_expected=True):
             if process.hello is None:
                 self._greet(process, message)
@@ -348,7 +348,7 @@ class CacheServer:
 
     def _has_ended(self, process: Process) -> None:
         if process not in self._processes:
-            return  # it has said goodbye in the same turn
+            return  # it has said goodbye in the same pass
         self._disconnect(process)
         self._forget(process)
         if process.session is not None:

@@ -34,7 +34,7 @@ from tiered_kv.tiering.wrapper import WrapperTier
 POLL_INTERVAL_S = 0.001
 """How often the tier is polled while it has jobs."""
 SLICE_S = 0.001
-"""How long lookups, or hints, are passed on before the rest of a round; the call that runs then may take longer."""
+"""How long lookups, or hints, are passed on before the rest of a pass; the call that runs then may take longer."""
 HINTS_MAX = 1 << 12
 """Queued messages about touches and ends of steps; while the tier hangs, the oldest are dropped."""
 REQUESTS_MAX = 100_000
@@ -81,7 +81,7 @@ class IsolatedTier(WrapperTier):
         self._absent: deque[OffloadKey] = deque(maxlen=EVENTS_MAX)
         self._running: set[JobId] = set()
         self._lookup_exceptions = 0
-        self._inner_failures = 0  # `inner.lookup_failures`, read once a round
+        self._inner_failures = 0  # `inner.lookup_failures`, read once a pass
         self._stats: Mapping[str, Any] = {}  # `inner.stats()`, read at the start, after each job and at the end
         self._relocated_blocks = 0  # `inner.relocated_blocks`, read with them
         self._is_closing = False
@@ -212,12 +212,12 @@ class IsolatedTier(WrapperTier):
             self._wake.clear()
             if self._is_closing and not self._urgent and not self._stores:
                 break
-            self._attempt("its thread", self._do_one_round)
+            self._attempt("its thread", self._make_one_pass)
         self._attempt("shutdown", self.inner.shutdown)
         self._collect()
         self._attempt("stats", self._note_stats)
 
-    def _do_one_round(self) -> None:
+    def _make_one_pass(self) -> None:
         self._do_urgent()
         self._answer()
         try:

@@ -213,13 +213,13 @@ def test_before_a_first_sweep_deletes_anything_the_other_processes_renew_what_th
     bucket = SharedBucket(12)
     first, second = (sweeper_of(bucket, capacity_bytes=16 * RECORD_BYTES)[0] for _ in range(2))
     with running(first), running(second):
-        first.sweep_in_turn()
-        second.sweep_in_turn()
+        first.sweep_if_due()
+        second.sweep_if_due()
         second.note_load(NAMES[0], bucket.age_s(NAMES[0]) or 0.0)
         wait_until(lambda: bucket.renewed == [NAMES[0]], what="the renewal of the oldest block")
         for name in NAMES[12:]:
             bucket.written_s[name] = bucket.now_s
-        first.sweep_in_turn()
+        first.sweep_if_due()
         assert sorted(bucket.written_s) == sorted([NAMES[0], *NAMES[5:]])
 
 
@@ -235,7 +235,7 @@ def test_a_process_that_only_loads_renews_by_the_sweeps_of_others_and_sweeps_nev
     bucket = SharedBucket(20)
     first = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0]
     second, _, _ = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES, interval_s=0.01)
-    first.sweep_in_turn()
+    first.sweep_if_due()
     listings, bucket.meanwhile = bucket.listings, lambda: None
     mark = bucket.marks[NAMING.sweep][1]
     with running(second):
@@ -265,16 +265,16 @@ def test_one_process_sweeps_for_all_and_the_others_renew_by_what_it_deletes() ->
     bucket = SharedBucket(20)
     first, second = (sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0] for _ in range(2))
     with running(first), running(second):
-        first.sweep_in_turn()
+        first.sweep_if_due()
         listings = bucket.listings
         for _ in range(3):
-            second.sweep_in_turn()
+            second.sweep_if_due()
         assert bucket.listings == listings, "it is enough that one lists the bucket"
         assert second.used_bytes == first.used_bytes == 8 * RECORD_BYTES
         assert second.renewed_s == first.renewed_s < 100.0
         second.note_load(NAMES[12], 88.0)
         wait_until(lambda: bucket.renewed == [NAMES[12]], what="the renewal of an old block")
-        first.sweep_in_turn()
+        first.sweep_if_due()
         assert bucket.listings == listings + 1, "the one that sweeps goes on"
 
 
@@ -285,8 +285,8 @@ def test_a_used_block_that_another_process_has_deleted_is_reported_once_and_unti
     with running(first), running(second):
         for name in NAMES[:3]:
             second.uses.note_age(name, 100.0)
-        first.sweep_in_turn()
-        second.sweep_in_turn()
+        first.sweep_if_due()
+        second.sweep_if_due()
         assert second.note_uses(NAMES[:3]) == set()
         wait_until(lambda: counters["failed_renewals_total"] == 3, what="renewals, which find nothing")
         second.uses.note_age(NAMES[2], 0.0)
@@ -306,9 +306,9 @@ def test_a_used_block_that_this_process_has_deleted_is_reported() -> None:
 def test_another_process_takes_over_when_the_one_that_swept_is_gone() -> None:
     bucket = SharedBucket(20)
     first, second = (sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0] for _ in range(2))
-    first.sweep_in_turn()
+    first.sweep_if_due()
     listings, bucket.now_s = bucket.listings, bucket.now_s + 3600.0
-    second.sweep_in_turn()
+    second.sweep_if_due()
     assert bucket.listings == listings + 1
 
 
@@ -316,7 +316,7 @@ def test_another_process_takes_over_when_the_one_that_swept_is_gone() -> None:
 def test_a_process_sweeps_if_it_cannot_read_who_does(data: bytes) -> None:
     bucket = SharedBucket(20)
     bucket.marks[NAMING.sweep] = bucket.now_s, data
-    sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0].sweep_in_turn()
+    sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0].sweep_if_due()
     assert bucket.used_bytes == 8 * RECORD_BYTES
 
 
@@ -325,7 +325,7 @@ def test_a_process_that_may_not_delete_leaves_the_sweep_to_others() -> None:
     bucket.refused = set(NAMES)
     first, second = (sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)[0] for _ in range(2))
     with pytest.raises(TierError):
-        first.sweep_in_turn()
+        first.sweep_if_due()
     bucket.refused = set()
-    second.sweep_in_turn()
+    second.sweep_if_due()
     assert bucket.used_bytes == 8 * RECORD_BYTES

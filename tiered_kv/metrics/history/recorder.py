@@ -39,7 +39,7 @@ THREAD_SHARE: Final = 0.02
 THREAD_SHARE_MAX: Final = 0.2
 """The most for the thread. Below that, its share is the share of the queue that is full."""
 WORK_S: Final = 0.0005
-"""How long a busy server works for the history between two of its turns, beyond a chunk."""
+"""How long a busy server works for the history between two of its passes, beyond a chunk."""
 _KEYS_A_BATCH: Final = 4
 """A batch costs the thread as much as so many keys more."""
 

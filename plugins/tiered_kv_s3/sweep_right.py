@@ -36,8 +36,8 @@ class Swept:
     used_bytes: int = 0
 
 
-class Turn:
-    """The turn to sweep. The sweeper's thread."""
+class SweepRight:
+    """One process's right to sweep. The sweeper's thread."""
 
     def __init__(self, control: Control, name: str, interval_s: float) -> None:
         self._control = control
