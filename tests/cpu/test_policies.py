@@ -14,8 +14,8 @@ from tests.support.pages import write_shown
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
+from tiered_kv.cpu.policies.checked import CheckedPolicy
 from tiered_kv.cpu.policies.density import DensityPolicy
-from tiered_kv.cpu.policies.guarded import GuardedPolicy
 from tiered_kv.cpu.policies.recency import ARCPolicy, LRUPolicy
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack.open import open_engine_stack
@@ -176,7 +176,7 @@ def test_the_policy_on_the_page_evicts_tails_and_loses_no_block(stack_file: Path
     chats = ChatWorkload(chats=20, turns=4, active_chats=10, turn_blocks=3)
     with open_engine_stack(stack_file) as stack:
         report = replay(stack.manager, stack.kv_view, chats.requests())
-        assert isinstance(stack.primary.policy, GuardedPolicy)
+        assert isinstance(stack.primary.policy, CheckedPolicy)
         assert type(stack.primary.policy.inner).__name__ == "DeepestFirst"
         assert stack.primary.evicted_blocks > 0
     assert report.hits["cpu"] > 0

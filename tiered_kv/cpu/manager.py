@@ -18,7 +18,7 @@ from tiered_kv.base import (
 from tiered_kv.cpu.backend import PROMOTION, CPUBackend, CPUBlock
 from tiered_kv.cpu.orphans import Orphans
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
-from tiered_kv.cpu.policies.guarded import guarded_policy
+from tiered_kv.cpu.policies.checked import checked_policy
 from tiered_kv.hints import HINT_NAMES, HintReader, Hints
 from tiered_kv.mediums import CPULoadStoreSpec
 
@@ -64,7 +64,7 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> None:
         self.backend = backend
         policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, backend.num_blocks)
-        self.policy = guarded_policy(policy, backend.num_blocks)
+        self.policy = checked_policy(policy, backend.num_blocks)
         self._ends_every_step = self.policy is not policy  # a built-in policy protects blocks only while it evicts
         self._has_evicted = False
         self.blocks: dict[OffloadKey, CPUBlock] = {}

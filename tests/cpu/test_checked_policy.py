@@ -14,7 +14,7 @@ from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy, RequestChain, make_policy
-from tiered_kv.cpu.policies.guarded import GuardedPolicy
+from tiered_kv.cpu.policies.checked import CheckedPolicy
 from tiered_kv.cpu.policies.recency import LRUPolicy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
@@ -211,7 +211,7 @@ def test_a_policy_that_does_not_place_its_blocks_is_replaced(caplog: pytest.LogC
 def test_built_in_policies_are_called_directly() -> None:
     for name in BUILT_IN_POLICIES:
         engine = Engine(name)
-        assert not isinstance(engine.manager.policy, GuardedPolicy)
+        assert not isinstance(engine.manager.policy, CheckedPolicy)
         engine.end()
 
 

@@ -1,4 +1,8 @@
-"""A policy that others wrote: its answers decide which rows are overwritten, so they are checked."""
+"""A policy that others wrote: its answers decide which rows are overwritten, so they are checked.
+
+The primary tier's manager wraps a third-party policy, and calls it on the scheduler's thread. After the first broken
+answer lru decides for good: a row that a transfer uses is never given away.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,13 @@ from tiered_kv.cpu.policies.recency import LRUPolicy
 _log = logging.getLogger(__name__)
 
 
-def guarded_policy(policy: CachePolicy, num_blocks: int) -> CachePolicy:
+def checked_policy(policy: CachePolicy, num_blocks: int) -> CachePolicy:
     """Return a policy that checks what `policy` does, or `policy` itself if it is built in."""
     is_built_in = type(policy).__module__.startswith(f"{__package__}.")
-    return policy if is_built_in else GuardedPolicy(policy, num_blocks)
+    return policy if is_built_in else CheckedPolicy(policy, num_blocks)
 
 
-class GuardedPolicy(CachePolicy):
+class CheckedPolicy(CachePolicy):
     """Calls `inner` until it raises, or breaks its contract; from then on `lru` decides. Owned by the manager's thread.
 
     `inner` gets copies of all lists: the manager reads rows from its own ones, in their order.
