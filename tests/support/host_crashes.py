@@ -2,7 +2,7 @@
 
 `crash_cases` runs `main` in place of `crash_server`: the case's tier is the role that is killed. `kill_many` is a
 program of its own. Both fork all processes, since to start Python takes longer than a case. The server checks after
-each turn that no row has two uses, engines check each byte that they load.
+each pass that no row has two uses, engines check each byte that they load.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class HostCrashServer(CrashServer):
 
     def _kill_engine(self, work: Work, run: Run, problems: list[str]) -> tuple[Ended, int]:
         with self._child("server", partial(serve, self._folder, self._board), problems):
-            wait_until(lambda: self._board.turns)
+            wait_until(lambda: self._board.passes)
             survivor = CalmEngine(self._address, "0-survivor")
             survivor.store(_SURVIVORS)
             lease = survivor.begin()
@@ -213,7 +213,7 @@ class HostCrashServer(CrashServer):
             self._board.clear()
             with self._child("server", partial(serve, self._folder, self._board), problems):
                 engine.wait()
-                wait_until(lambda: self._board.turns)
+                wait_until(lambda: self._board.passes)
                 loaded = self._use_anew()
                 wait_until(lambda: not self._board.sessions and self._board.unused_rows == ROWS)
         return ended, loaded
@@ -282,7 +282,7 @@ class Kills:
         """From the kill of a server until all engines have attached to the next one, which begins at once."""
 
     def run(self, count: int) -> None:
-        wait_until(lambda: self._board.turns)
+        wait_until(lambda: self._board.passes)
         descriptors = self._descriptors()
         for _ in range(self.ENGINES):
             self._begin_engine()

@@ -18,8 +18,8 @@ from tiered_kv.testing.rig import make_keys
 ROOT = Path(__file__).parents[2]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("tiered_kv", "plugins"))
 AT_AN_IDLE_STEP_S_END = 7
-IN_THE_SCHEDULER_S_THREAD = 25
-IN_ALL_THREADS = 44
+IN_THE_SCHEDULER_S_THREAD = 30
+IN_ALL_THREADS = 45
 (KEY,) = make_keys(1)
 
 

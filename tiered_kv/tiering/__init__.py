@@ -15,7 +15,9 @@ pace          whether a load arrives sooner than the engine computes
 cascade       offering blocks to the tiers, and storing those that they select
 promotions    loading blocks from the tiers, and holding them for requests
 guarded       one tier with its budgets, breaker, admission and deadlines
-gates         these budgets, the breaker and the admission
+budget        blocks in flight in one direction, and their limit
+breaker       keeps jobs and lookups from a tier that fails
+admission     a tier's choice of the blocks that are worth a write
 write_budget  which blocks a tier stores if it may write only so much an hour
 answers       checks of what tiers return
 account       what is counted and noted of each tier

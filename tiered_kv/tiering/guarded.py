@@ -19,6 +19,7 @@ from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.notices import Notices
 from tiered_kv.reasons import reason_of
 from tiered_kv.tiering.account import TierAccount
+from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.answers import (
     WrongValueError,
     checked_flag,
@@ -28,7 +29,8 @@ from tiered_kv.tiering.answers import (
     tier_exceptions,
 )
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
-from tiered_kv.tiering.gates import Admission, Breaker, BreakerState, Budget
+from tiered_kv.tiering.breaker import Breaker, BreakerState
+from tiered_kv.tiering.budget import Budget, blocks_of
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.outages import Outages
 from tiered_kv.tiering.pace import EngineCost, Pace
@@ -119,8 +121,8 @@ class GuardedTier:
         self.lacking_max = 0
         self.is_disabled = False
         """True for the rest of the process once `disable` was called."""
-        self.loads = Budget(_blocks(settings.load_budget, budget_bytes, block_bytes))
-        self.stores = Budget(_blocks(settings.store_budget, budget_bytes, block_bytes))
+        self.loads = Budget(blocks_of(settings.load_budget, budget_bytes, block_bytes))
+        self.stores = Budget(blocks_of(settings.store_budget, budget_bytes, block_bytes))
         self._clock = clock
         self.block_bytes = block_bytes
         self._lookup_failures = 0
@@ -375,7 +377,3 @@ class GuardedTier:
             self.breaker.succeed()
         elif not reason_of(result.reason).is_ignored(is_store=is_store):
             self.breaker.fail(self._clock(), self._outages.cause_of(not is_store, result.reason or "failed"))
-
-
-def _blocks(budget_bytes: int | None, default_bytes: int, block_bytes: int) -> int:
-    return max((default_bytes if budget_bytes is None else budget_bytes) // block_bytes, 1)

@@ -16,7 +16,7 @@ from tiered_kv.config.units import rounded_seconds
 from tiered_kv.reasons import FAILED, Fate, reason_of
 from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.tiering.account import TierAccount
-from tiered_kv.tiering.gates import Breaker, BreakerState
+from tiered_kv.tiering.breaker import Breaker, BreakerState
 from tiered_kv.tiering.spell import LOGGED_AT_ONCE, Lost, Spell
 
 _EXPLANATION_CHARACTERS_MAX: Final = 600

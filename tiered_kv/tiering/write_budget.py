@@ -11,7 +11,7 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.tiering.gates import Admission, Selection
+from tiered_kv.tiering.admission import Admission, Selection
 
 MINUTE_S: Final = 60.0
 WINDOW_MINUTES: Final = 61

@@ -1,0 +1,88 @@
+"""Admission: a tier's choice of the offered blocks that are worth a write.
+
+`GuardedTier.select` asks it, on the scheduler's thread, for blocks that the tier lacks. A refused block is counted, and
+may be admitted when it is offered again. Memory for the counts has a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.backend import CPUBlock
+
+TRACKED_KEYS_MAX = 1 << 20
+"""Keys that are counted in each of two generations, in 200 MiB at most."""
+
+
+class Selection(NamedTuple):
+    """Offered blocks: those to store, those not admitted, and those over the limit in flight."""
+
+    stored: list[CPUBlock]
+    refused: list[CPUBlock]
+    late: list[CPUBlock]
+
+
+class Admission:
+    """Admits a block when it is offered for the n-th time, so that blocks which are used once do not wear an SSD.
+
+    Counts are kept in two generations: when the younger is full it replaces the older. So memory is bounded without
+    work for each key. Owned by the manager's thread.
+    """
+
+    reason: ClassVar[str] = "admission"
+    """The reason in counters for blocks that are not admitted."""
+    has_clock: ClassVar[bool] = False
+    """Whether `tick` has something to do."""
+
+    def __init__(self, admit_after: int) -> None:
+        self._admit_after = admit_after
+        self._young: dict[OffloadKey, int] = {}
+        self._old: dict[OffloadKey, int] = {}
+
+    def is_open(self) -> bool:
+        """Return whether everything is admitted."""
+        return self._admit_after <= 1
+
+    def begin(self, req_id: str) -> None:
+        """Note that a request begins. An earlier request with this id has ended."""
+
+    def select(self, offered: list[CPUBlock], room: int, req_id: str) -> Selection:
+        """Choose at most `room` blocks of one request. An offer over `room` is not counted."""
+        if self.is_open():
+            return Selection(offered[:room], [], offered[room:])
+        stored: list[CPUBlock] = []
+        refused: list[CPUBlock] = []
+        for number, block in enumerate(offered):
+            if len(stored) == room:
+                return Selection(stored, refused, offered[number:])
+            (stored if self.admit(block.key) else refused).append(block)
+        return Selection(stored, refused, [])
+
+    def again(self, loaded: list[CPUBlock], req_id: str) -> list[CPUBlock]:
+        """Return the blocks to offer again after a request has loaded them, not from this tier."""
+        return loaded
+
+    def note_hits(self, keys: Sequence[OffloadKey]) -> None:
+        """Note that the tier loads these blocks."""
+
+    def tick(self) -> None:
+        """Note the time; called once a step, if it `has_clock`."""
+
+    def snapshot(self) -> Mapping[str, int]:
+        """Return counters; any thread may call."""
+        return {}
+
+    def admit(self, key: OffloadKey) -> bool:
+        """Count one offer of `key`, and return whether to store it."""
+        offers = self._young.get(key) or self._old.get(key, 0)
+        offers += 1
+        if offers >= self._admit_after:
+            self._young.pop(key, None)
+            self._old.pop(key, None)
+            return True
+        if len(self._young) >= TRACKED_KEYS_MAX:
+            self._old, self._young = self._young, {}
+        self._young[key] = offers
+        return False
