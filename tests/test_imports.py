@@ -10,7 +10,6 @@ import json
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +73,6 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.cli", "tiered_kv.__main__"),
 ]
 """Who may import whom: each room those above it, and itself."""
-
-NAMED_TWICE = {"OffloadingEvent", "OffloadingManager", "PrepareStoreOutput"}
-"""Classes of two interfaces that were given."""
 
 LINES_MAX = 400
 LONGER = {
@@ -159,14 +155,6 @@ def test_what_ships_names_no_test_and_what_authors_test_with_no_built_in_tier() 
             assert [plugin for plugin in PLUGINS if re.search(rf"\b{plugin}\b", text)] == [], module
         else:
             assert "tiered_kv.testing" not in text, module
-
-
-def test_no_two_classes_have_one_name() -> None:
-    homes: dict[str, list[str]] = defaultdict(list)
-    for module, path in sources():
-        for name in re.findall(r"^ *class (\w+)(?:\[.*\])?[(:]", path.read_text(), re.MULTILINE):
-            homes[name].append(module)
-    assert {name: found for name, found in homes.items() if len(found) > 1 and name not in NAMED_TWICE} == {}
 
 
 def test_importing_the_package_is_fast_and_loads_nothing_heavy() -> None:
