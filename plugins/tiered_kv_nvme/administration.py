@@ -1,8 +1,11 @@
 """Administration of a directory without a stack: survey, verify and purge its blocks.
 
-A purge needs the directory's lock, so no stack has it open. It deletes the segment files, then the epoch, then the
-marker, so that an interrupted purge can be repeated. The lock file stays, because another process may wait for it.
-The marker stays beside foreign files: without it the directory would be refused.
+The commands of `tiered_kv.cli` that look into a storage call it, each on its own thread. These things stay true:
+
+- A purge and a repair hold the directory's lock, so no stack has the directory open. A survey changes nothing.
+- A purge that was interrupted can be repeated: it deletes the segment files, then the epoch, then the marker.
+- The lock file stays, because another process may wait for it. The marker stays beside foreign files: without it a tier
+  would refuse the directory.
 """
 
 from __future__ import annotations

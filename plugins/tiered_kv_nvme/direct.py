@@ -1,6 +1,7 @@
-"""Whether transfers of segments bypass the page cache: the kernel says so, and a test file shows it.
+"""Direct I/O: whether transfers of segments bypass the page cache. The kernel reports it, and a test file shows it.
 
-A store looks once, when it opens its directory. `tiered-kv check` shows the result.
+The store looks once, on the thread that opens its directory. `tiered-kv check` shows the result. The test file is
+removed, and a full disk refuses no opening.
 """
 
 from __future__ import annotations

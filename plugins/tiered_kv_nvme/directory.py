@@ -1,4 +1,12 @@
-"""The directory of a tier: its lock, its marker, and its files; see docs/reference/formats-nvme.md."""
+"""The directory of a tier: its lock, its marker, and the list of its files; see docs/reference/formats-nvme.md.
+
+The store opens it. Later the reclaimer lists it, and makes again what somebody has deleted. Any thread but the
+scheduler's may call, since each call does I/O. These things stay true:
+
+- One process at a time holds the lock, and a forked child does not keep it.
+- A directory of another namespace, another tier type or another format is refused, and stays as it is.
+- Foreign files count for the capacity, and are never changed.
+"""
 
 from __future__ import annotations
 

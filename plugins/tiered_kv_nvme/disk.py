@@ -1,4 +1,8 @@
-"""System calls on segment files, page-aligned memory for them, and the counters of their failures and of the store."""
+"""System calls on segment files, and the counters of the store.
+
+Writers, readers, the reclaimer and recovery call `Disk`, on their own threads. Tests pass a disk with faults in its
+place. A transfer gives way to a step of the scheduler before it returns, so its caller holds no lock.
+"""
 
 from __future__ import annotations
 

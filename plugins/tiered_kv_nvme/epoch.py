@@ -1,7 +1,8 @@
 """The epoch of a directory: a number in each batch. A batch of another epoch holds no valid block.
 
-So a reset of the cache is one small write to the page cache, which survives the process. A flush makes it survive a
-power failure. See `tiered_kv.toolkit.epoch`.
+The store reads it when it opens the directory. A reset begins a new epoch on the scheduler's thread, without I/O; a
+background task writes the epoch to its file. The small write survives the process, and a flush lets it survive a power
+failure. Without a readable epoch, no block from before is valid. See `tiered_kv.toolkit.epoch`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The metrics of the nvme tier.
+"""The metrics of the nvme tier: their names, help and labels.
 
-The store and its parts count them in `disk.StoreCounters`, on any of their threads. `SegmentStore.stats` adds the
-gauges.
+The plugin's `TierType` declares them. `disk.StoreCounters` counts on all threads of the store, and `SegmentStore.stats`
+adds the gauges.
 """
 
 from __future__ import annotations

@@ -1,12 +1,17 @@
 """The segment pool: reservations for writers, pins for readers, and the order of reclaiming.
 
-One condition, `SegmentPool.changed`, guards the segments and the index. Threads hold it for microseconds, never across
-I/O. The caller of a method whose docstring begins with "Locked" holds it.
+Writers, readers, the reclaimer and recovery call it on their own threads, and the scheduler's thread reads the index.
+These things stay true:
+
+- One condition, `SegmentPool.changed`, guards the segments and the index. A thread holds it for microseconds, never
+  across I/O. The caller of a method whose docstring begins with "Locked" holds it. A read of the index needs no lock.
+- The index names a block only after its bytes have been written.
+- A pinned segment is not used again.
 
 The index is one dictionary from keys to places. A place is one integer: a segment's slot in the upper bits, the entry's
 number (ordinal) in that segment's table in the lower 32. An index entry takes at most 150 bytes beyond its key: up to
-60 for the dictionary's slot, 32 for the integer, 45 for the table's columns, which grow by an eighth. Any thread reads
-the index without a lock. The garbage collector does not walk it.
+60 for the dictionary's slot, 32 for the integer, 45 for the table's columns, which grow by an eighth. The garbage
+collector does not walk the index.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Whether a disk takes transfers at other places, after one has failed: a bad place costs its blocks, and no more.
+"""The probe of a disk: after a failure, whether the disk takes transfers at other places.
 
-A disk that is away refuses all. Then its blocks may be whole when it comes back, and the tier's breaker keeps jobs from
-it. Threads that store and load ask, after a failure only.
+Writers, readers and the reclaimer ask it on their own threads, after a failure only. A bad place costs the blocks of
+that place, and no more. A disk that is away refuses every probe. Then no block is given up, since the blocks may be
+whole when the disk comes back, and the tier's breaker keeps jobs away.
 """
 
 from __future__ import annotations

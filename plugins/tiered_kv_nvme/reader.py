@@ -1,4 +1,10 @@
-"""Loads: one vectored call reads neighbouring blocks. Every block is verified."""
+"""Loads: one vectored call reads neighbouring blocks, where possible straight into their rows.
+
+A worker of the toolkit calls `BlockReader.load`; several workers may at once. These things stay true:
+
+- Every block is verified before it is reported. A damaged block leaves the index, and is a miss.
+- The blocks' segments are pinned during the read, so the reclaimer does not use them again.
+"""
 
 from __future__ import annotations
 

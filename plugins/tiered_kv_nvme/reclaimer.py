@@ -1,4 +1,11 @@
-"""The reclaimer: one thread that frees segments and seals full ones."""
+"""The reclaimer: one thread that frees segments, seals full ones, and replaces deleted files.
+
+The store starts it and stops it. A store that finds no free segment wakes it. These things stay true:
+
+- It keeps `FREE_SEGMENTS` free while it can, and never exceeds the capacity.
+- It reclaims no pinned segment. A block is moved, or it leaves the index, before its segment gets a new header.
+- It moves at most a quarter of a segment, which limits the extra writes.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Recovery: reads segment files from their summaries, and batch by batch where there is no summary.
+"""Recovery: rebuilds the index from segment files, by their summaries, and batch by batch where there is no summary.
 
-docs/reference/formats-nvme.md has the rules ("Reading a directory").
+The store calls it while it opens its directory, before any job. Several threads read the files, one thread fills the
+pool. Each byte of a batch without a summary is verified. A file that cannot be used is deleted, and a file that exceeds
+the capacity too. docs/reference/formats-nvme.md has the rules ("Reading a directory").
 """
 
 from __future__ import annotations

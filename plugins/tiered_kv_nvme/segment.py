@@ -1,4 +1,9 @@
-"""Segments: large files that are filled from front to back with batches, and later used again."""
+"""Segments: large files that are filled with batches from front to back, and later used again.
+
+`SegmentPool` owns the state of each segment, under its lock. Recovery's threads call `SegmentFiles` first, then the
+reclaimer's thread; any thread may call `write_header`. The files, with all foreign ones, stay within the capacity:
+`create` refuses a file beyond it.
+"""
 
 from __future__ import annotations
 

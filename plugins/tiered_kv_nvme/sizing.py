@@ -1,4 +1,8 @@
-"""How a capacity is divided into segments."""
+"""The sizing of a directory: how a capacity is divided into segments.
+
+The settings ask for it before a stack opens, the tier when it opens. No thread calls it later. The number of segments
+stays within half of the process's limit of descriptors, and sizes that do not fit are refused with sizes that do.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The nvme tier: adapts the segment store to the interface of secondary tiers."""
+"""The nvme tier: adapts the segment store to the contract of secondary tiers.
+
+The stack opens it. A `GuardedTier` calls it on the scheduler's thread, and no such call does I/O. The toolkit's workers
+call `store_blocks` and `load_blocks`. A block that a job has stored is found by later lookups, unless a reset came
+between; what fails is reported by its key.
+"""
 
 from __future__ import annotations
 

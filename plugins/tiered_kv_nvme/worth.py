@@ -1,5 +1,8 @@
 """The worth of a block on the disk: hits of similar blocks, for the space and time that they take.
 
+Stores, loads and touches note uses, on their own threads. The reclaimer's thread learns from them and ranks segments. A
+lost note changes a rank, never a byte.
+
 A block's state is two bytes in its segment's table: how often it was used, whether it was read since it was written
 there, and the tick of its last use. Four bytes for each evicted block let the tier learn from its return.
 `tiered_kv/cpu/hit_density.py` has the estimates; docs/reference/nvme.md describes how the reclaimer uses them.

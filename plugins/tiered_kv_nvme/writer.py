@@ -1,4 +1,12 @@
-"""Stores: one vectored call writes a batch of blocks, which then enter the index."""
+"""Stores: one vectored call writes a batch of blocks, which then enter the index.
+
+A worker of the toolkit calls `BatchWriter.store`, several at once; the reclaimer moves blocks by the same class. These
+things stay true:
+
+- A block enters the index after its bytes are written, and only in the epoch in which its store began.
+- A store waits for room a limited time, and flushes nothing.
+- After a refused write, the place is given back or left out: a reservation always ends.
+"""
 
 from __future__ import annotations
 

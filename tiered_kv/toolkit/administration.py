@@ -5,8 +5,10 @@
         for stored in administration.survey(deadline).namespaces:
             administration.purge(stored.digest, deadline)
 
-A reset of the cache only makes blocks unreachable. A purge deletes their bytes, and checks whether any are left.
-`tiered_kv.toolkit.listed` does all three for a storage whose entries can be listed and deleted.
+The commands of `tiered_kv.cli` that look into a storage call it, each on one thread, while other processes may use the
+storage. A reset of the cache only makes blocks unreachable. A purge deletes their bytes, and checks whether any are
+left. Every call ends by its deadline. `tiered_kv.toolkit.listed` does all three for a storage whose entries can be
+listed and deleted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The base of tiers whose client uses asyncio. A module of its own, so that only its users load asyncio."""
+"""The base of tiers whose client uses asyncio.
+
+The scheduler's thread queues jobs and takes results (`queued`). One thread with an event loop calls the author's
+coroutines. No coroutine touches a block after its part was reported. It is a module of its own, so that only its users
+load asyncio.
+"""
 
 from __future__ import annotations
 

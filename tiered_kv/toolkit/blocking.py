@@ -1,4 +1,9 @@
-"""The base of tiers that use blocking calls: files, sockets, any synchronous client."""
+"""The base of tiers that use blocking calls: files, sockets, any synchronous client.
+
+The scheduler's thread queues jobs and takes results (`queued`). Worker threads call the author's methods, several at a
+time. A load goes before a store, and stores give way to the engine's thread. An exception of an author's method fails
+its part, and ends no worker.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """A claimed directory: a marker file in it says which type of tier keeps its blocks there.
 
+A tier calls it while it opens, and later to make again what somebody has deleted. Any thread but the scheduler's may
+call: each call may wait for the file system. A directory that is not this tier's is refused, and no byte in it changes.
+
 A tier opens its directory in these steps. If it has a lock, it takes it between steps 2 and 3.
 
 1. `make`: open the directory, which must not be a symbolic link. A missing one is made, unless its mount is missing.
 2. `check`: refuse a directory with foreign files and no marker, or one that another user controls.
 3. `mark`: read the marker, and refuse another format version. Without a marker, write one.
-
-Any thread but the scheduler's may call: every call may wait for the file system.
 """
 
 from __future__ import annotations

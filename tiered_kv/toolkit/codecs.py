@@ -1,6 +1,7 @@
 """Codecs of blocks: compression, encryption, both, or none; and their settings.
 
-`docs/reference/formats.md` describes the payloads.
+A tier opens one `CodecSet`. The thread that stores or loads a block calls it, several at once. A payload decodes to the
+block that was stored, or to a status that says why not. `docs/reference/formats.md` describes the payloads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What failed last in a tier, in sentences: the log of an outage names it.
+"""The last failures of a tier, in sentences: the log of an outage names them.
 
-Workers note it, and the scheduler's thread asks.
-
-What stays true: a text is of the last minute, so an earlier outage's is never given for the cause of the next one.
+Workers note them, and the scheduler's thread asks. A text is of the last minute, so the text of an earlier outage is
+never given as the cause of the next one.
 """
 
 from __future__ import annotations

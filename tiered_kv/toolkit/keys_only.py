@@ -1,4 +1,8 @@
-"""Tiers that keep keys without bytes, with which `tiered-kv simulate` replaces the tiers of a stack."""
+"""Tiers that keep keys without bytes, in place of a stack's tiers in `tiered-kv simulate`.
+
+The simulation makes them and calls them on its one thread. They evict as their real tiers do. A load takes as
+many steps as was measured for the real tier.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Administration of a storage that lists its entries and deletes them one by one, while other processes use it.
 
-`ListedStorage` has the loops: a survey lists once; a purge lists and deletes until a listing finds nothing; a check
-lists and reads blocks. A subclass says how to list, delete, read and describe. A `Census` counts the entries.
+A tier's administration subclasses `ListedStorage`, and the commands call that on one thread. `ListedStorage` has the
+loops: a survey lists once; a purge lists and deletes until a listing finds nothing; a check lists and reads blocks. A
+subclass lists, deletes, reads and describes. A `Census` counts the entries in bounded memory. No foreign entry is
+deleted.
 """
 
 from __future__ import annotations

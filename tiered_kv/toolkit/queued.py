@@ -1,4 +1,12 @@
-"""The scheduler's side of a tier with workers, and the events that they note for it. No call waits."""
+"""The scheduler's side of a tier with workers: it queues jobs and lookups, and takes their results.
+
+A `GuardedTier` calls the public methods, on the scheduler's thread; none of them waits. `BlockingTier` and `AsyncTier`
+run the parts on their workers. These things stay true:
+
+- Each job is reported once, after its last part has ended. From then on nothing touches its rows.
+- A job that names rows outside of the memory moves nothing.
+- After its deadline, no further part of a job begins.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The block record: the header before a block in a secondary tier's storage, and how it is verified.
+"""The block record: the header before a block in a secondary tier's storage, and its verification.
 
-`docs/reference/formats.md` describes it byte by byte. Data is hostile until its checksum has been verified: bad bytes
-raise no exception, and no length in them is used to allocate memory.
+The tiers fs, redis and s3 call it, on the thread that stores or loads. Data is hostile until its checksum has been
+verified: bad bytes raise no exception, and no length in them is used to allocate memory. `docs/reference/formats.md`
+describes the record byte by byte.
 """
 
 from __future__ import annotations

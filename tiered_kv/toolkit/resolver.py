@@ -1,4 +1,8 @@
-"""Connections to servers: a deadline that includes the look-up of the name, and what exceptions say of a failure."""
+"""Connections to servers, with a deadline that includes the look-up of the name; and the words of their failures.
+
+The tiers redis and s3 call it on their workers. A look-up that hangs keeps one daemon thread, and its caller waits for
+its own deadline at most.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Files of a tier's directory: small ones are read whole and replaced in one step. No symbolic link is followed.
+"""Files of a tier's directory: small ones are read whole, and replaced in one step.
 
-Failures are logged at a bounded rate.
+Tiers and administrations call it on any thread but the scheduler's. A reader finds the old bytes of a file or the new
+ones, no mixture. No symbolic link is followed. Failures are logged at a bounded rate.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Touched blocks, which a background thread notes in a storage: for tiers whose storage evicts by use, or by age.
 
-The scheduler's thread calls all methods but `set_interval`, and does no I/O. A tier calls `note` from its `touch`.
+A tier calls `note` from its `touch`, on the scheduler's thread, which calls all methods but `set_interval` and does no
+I/O. Each block is noted at most once in half an interval, and keys that wait have a limit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The codec `zstd`: a block's bytes at even offsets and those at odd offsets, each as one Zstandard frame.
+"""The codec `zstd`: a block's bytes at even offsets and its bytes at odd offsets, each as one Zstandard frame.
 
-`CodecSet` calls it on the thread that stores or loads a block. `docs/reference/formats.md` describes the payload.
-Every payload can be read by any version: how a frame is made is the writer's choice.
+`CodecSet` calls it on the thread that stores or loads a block. Any version can read every payload: only the writer
+chooses how to make a frame. `docs/reference/formats.md` describes the payload.
 """
 
 from __future__ import annotations
