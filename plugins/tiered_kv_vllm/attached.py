@@ -1,4 +1,8 @@
-"""vLLM as a client of a host's cache: `attach` in place of `stack`."""
+"""vLLM as a client of a host's cache: `attach` in place of `stack`.
+
+`TieredKVOffloadingSpec` makes one in the scheduler and in each worker, with the same arguments, and calls it on their
+own threads. While no server answers, every block is a miss, and nothing is stored.
+"""
 
 from __future__ import annotations
 

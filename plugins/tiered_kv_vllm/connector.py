@@ -1,8 +1,9 @@
 """vLLM's offloading connector, which also passes on the engine's configuration, its requests and its steps.
 
-vLLM's `OffloadingConnector` gives an offloading spec a summary without rotary embedding, revision, attention settings
-and adapters, which the scheduler's process has nowhere else. It gives a manager a request's keys when the request is
-scheduled. This connector does so when the request comes, so that promotions run while the request waits.
+vLLM calls it in the scheduler's process and in each worker's, on the engine's thread. vLLM's own connector gives an
+offloading spec a summary without rotary embedding, revision, attention settings and adapters. It gives a manager the
+keys of a request when the request is scheduled. This connector gives them when the request comes, so promotions run
+while the request waits. The calls that vLLM makes of its own connector stay as they are.
 """
 
 from __future__ import annotations

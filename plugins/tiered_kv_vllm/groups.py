@@ -1,6 +1,8 @@
-"""vLLM's KV cache groups: which are refused, which one is audited, and a worker's caches.
+"""vLLM's KV cache groups: the refused ones, the audited one, and the caches of a worker.
 
-A group has the layers that keep their states in one way: full attention, windows of one size, recurrent states.
+`TieredKVOffloadingSpec` calls it while it opens, in the scheduler and in each worker. A group has the layers that keep
+their states in one way: full attention, windows of one size, recurrent states. A group whose blocks could be found with
+wrong bytes is refused with a `ConfigError` before the first block.
 """
 
 from __future__ import annotations

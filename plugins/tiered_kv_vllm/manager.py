@@ -1,4 +1,9 @@
-"""Our tiering manager as vLLM's."""
+"""The manager that vLLM's scheduler calls: it passes the calls on to our manager, and answers with vLLM's types.
+
+All methods belong to the scheduler's thread, and none but `shutdown` waits. vLLM names the blocks of a transfer again
+as a set, so this class remembers their order. After a reset it keeps the rows of running transfers until the workers
+have flushed.
+"""
 
 from __future__ import annotations
 

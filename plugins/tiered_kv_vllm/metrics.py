@@ -1,7 +1,8 @@
 """Our counters as vLLM's metrics, and our events and hits as vLLM's types.
 
 vLLM declares a connector's metrics in the process that serves `/metrics`, and adds the labels of model and engine. Each
-engine's scheduler sends the changes: the growth of a counter, a gauge's value, and a histogram's new values.
+engine's scheduler calls `CounterReport.take` on its thread, and sends the changes: the growth of a counter, a gauge's
+value, and a histogram's new values. No growth is sent twice.
 """
 
 from __future__ import annotations

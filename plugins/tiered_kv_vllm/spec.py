@@ -1,6 +1,8 @@
 """vLLM's offloading specs: our whole stack, from the user's file and vLLM's configuration; and vLLM's own tiering.
 
-Both have our transfer handlers as vLLM's worker, for KV caches on CUDA devices and in CPU memory.
+vLLM makes a spec in the scheduler's process and in each worker's, and calls it on the engine's thread. All processes of
+an engine derive the same stack and namespace. Both specs have our transfer handlers as vLLM's worker, for KV caches on
+CUDA devices and in CPU memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A secondary tier of vLLM's own tiering, made of one of our tiers.
 
-vLLM's manager has no budgets, deadlines or breakers for its tiers. So this adapter calls the tier through a
-`GuardedTier`, as our own manager does.
+vLLM's manager calls it, on the scheduler's thread; only `drain_jobs` and `shutdown` wait. vLLM's manager has no
+budgets, deadlines or breakers for its tiers. So this adapter calls the tier through a `GuardedTier`, as our own manager
+does. vLLM reuses a row only after the tier has reported its job.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("tiered_kv", "plugins"))
 AT_AN_IDLE_STEP_S_END = 7
 IN_THE_SCHEDULER_S_THREAD = 30
-IN_ALL_THREADS = 45
+IN_ALL_THREADS = 48
 (KEY,) = make_keys(1)
 
 

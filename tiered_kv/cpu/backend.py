@@ -1,4 +1,8 @@
-"""The primary tier's blocks, and their allocation."""
+"""The blocks of the primary tier, their allocation, and the chains of requests.
+
+The primary tier's manager owns all of it, on the scheduler's thread; the policies read it there. A row belongs to one
+block, and is free only while no transfer and no pin uses it.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Blocks whose keys a reset has forgotten, until their rows are free.
+"""Blocks from before a reset: their keys are forgotten, and their rows become free by and by.
 
-The primary tier's manager makes one, and calls it on its thread. A reset takes as long with a million rows as with ten:
-it hands over the index as it is, and `sweep` frees the rows by and by. A row that is needed sooner is freed sooner.
+The primary tier's manager makes one object a reset, and calls it on its thread. A reset takes as long with a million
+rows as with ten: it hands over the index as it is, and `sweep` frees the rows later. A row that is needed sooner is
+freed sooner. A row that a transfer uses waits for the transfer's end.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""The primary tier's memory: one page-aligned mapping that holds every block, and the header of a shared file of it.
+"""The region: the memory of the primary tier, one page-aligned mapping that holds every block; and the header of its
+file.
 
-GPUs and secondary tiers copy from and to this memory only. So it must not move, and must not be unmapped during a
-transfer.
+The stack maps it when it opens. Workers and secondary tiers copy from and to its rows, on their threads. These things
+stay true:
 
-Two processes that divide a file differently would copy bytes of other blocks without an error. So the process that
-creates the file writes the geometry into it, and every other process compares it. The header is one page of JSON. The
-rows begin at `ROWS_OFFSET`; the hole between them takes no memory.
+- A mapping does not move, and is not unmapped during a transfer: GPUs and tiers use its addresses.
+- Processes that share a file divide it alike. Otherwise they would copy bytes of other blocks without an error. So the
+  process that creates the file writes the geometry into it, and every other process compares it.
+
+The header is one page of JSON. The rows begin at `ROWS_OFFSET`; the hole between them takes no memory.
 """
 
 from __future__ import annotations

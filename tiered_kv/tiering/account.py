@@ -1,4 +1,8 @@
-"""Accounts: what becomes of blocks in each tier, counted once, and passed on to the history and as events."""
+"""Accounts: each event of a block in a tier, counted once, and passed on to the history and to the followers of events.
+
+`GuardedTier` and the manager call them on the scheduler's thread; any thread may read a snapshot. An account does no
+I/O. A block's event is derived once, from the job's result or from the tier's own report.
+"""
 
 from __future__ import annotations
 

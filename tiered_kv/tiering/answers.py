@@ -1,7 +1,8 @@
-"""Checks of what tiers return. A third-party tier may return anything, and its values reach the engine only from here.
+"""Checks of the values that a tier returns: a third-party tier may return anything.
 
-Each function returns a value of the right type, or raises `WrongValueError`. Only a type that cannot be mistaken is
-converted: the text "no" is true, and so is the coroutine of a method that was made `async` by mistake.
+`GuardedTier`, `IsolatedTier` and `ask_tier` call them on their own threads, for each value before it reaches the
+engine. Each function returns a value of the right type, or raises `WrongValueError`. Only a type that cannot be
+mistaken is converted: the text "no" is true, and so is the coroutine of a method that was made `async` by mistake.
 """
 
 from __future__ import annotations

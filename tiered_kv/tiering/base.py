@@ -1,10 +1,15 @@
 """The contract of a secondary tier.
 
-A *cascade* store copies blocks from the primary tier's CPU region into the tier; a *promotion* load copies them back.
-Both are jobs: submitted without waiting, and reported once by `SecondaryTierManager.get_finished`.
+The author of a tier implements `SecondaryTierManager`; a `GuardedTier` calls it, on the scheduler's thread or on a
+thread of `IsolatedTier`. These things must stay true:
 
-Names and signatures follow vLLM v1's `vllm.v1.kv_offload.tiering.base`. Additions of this project have defaults,
-so a tier that implements only the four abstract methods works.
+- A submission does not wait. Each job is reported once, by `SecondaryTierManager.get_finished`.
+- Until a job is reported the tier may use its rows, and nobody else does. Afterwards the tier uses none of them.
+- A *cascade* store copies blocks from the region of the primary tier into the tier. A *promotion* load copies them
+  back. A load reports only blocks with their stored bytes.
+
+Names and signatures follow vLLM v1's `vllm.v1.kv_offload.tiering.base`. Additions of this project have defaults, so a
+tier that implements only the four abstract methods works.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Constructs secondary tiers from their settings."""
+"""The factory of secondary tiers: it makes them from their settings.
+
+The opening of a stack, of `DirectTiers` and of vLLM's tier call it, on the thread that opens. A tier that is `required`
+is open when `create` returns, or `create` raises. A tier that is not required delays an opening a limited time.
+"""
 
 from __future__ import annotations
 

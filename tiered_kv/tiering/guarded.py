@@ -1,4 +1,8 @@
-"""A guarded tier: one secondary tier, with its budgets, breaker, admission and deadlines."""
+"""A guarded tier: one secondary tier, with its budgets, breaker, admission and deadlines.
+
+The manager, `DirectTiers` and vLLM's tier make guarded tiers, and each calls them on one thread. No call does I/O,
+waits, or raises for a fault of the tier. A job's rows and budget belong to the job until the tier has reported it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,6 @@ from tiered_kv.tiering.pace import EngineCost, Pace
 from tiered_kv.tiering.write_budget import WriteBudget
 
 T = TypeVar("T")
-
 _job_ids = itertools.count()
 
 
@@ -72,10 +75,9 @@ class SubmittedJob:
 
 
 class GuardedTier:
-    """Submits jobs to one tier within its budgets, and processes their results. Owned by the manager's thread.
+    """Submits jobs to one tier within its budgets, and processes their results.
 
-    The budgets count a job's blocks until the tier reports the job, expired or not. So a tier that never reports a job
-    can take its budgets and no more. A tier that is not `is_nonblocking` runs on its own thread (`IsolatedTier`).
+    A tier that never reports a job takes its budgets and no more. A tier that may block gets a thread (`IsolatedTier`).
 
     Args:
         budget_bytes: Default of `load_budget` and of `store_budget`.

@@ -1,4 +1,9 @@
-"""The interface for engines and programs: a stack's manager and the manager of a host's cache have the same."""
+"""The contract of a manager, for engines and programs: a stack's manager and the client of a host's cache have the
+same.
+
+An engine's scheduler calls `CacheManager`, on one thread. A program's `put` and `get` call `CalledManager`, of several
+threads under one lock. No call but `shutdown` waits. A lookup answers True only for a block that can be loaded now.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""Runs a tier whose methods may block on a separate thread.
+"""An isolated tier: a tier whose methods may block, on a thread of its own.
 
-A tier that is not `is_nonblocking` is wrapped in an `IsolatedTier`. Every call except `describe` becomes a message to
-the tier's thread, so a call that hangs costs only hits of that tier. No exception ends the thread, not even
-`SystemExit` or `asyncio.CancelledError`: later jobs would wait for ever.
+`GuardedTier` wraps each tier that is not `is_nonblocking`, and calls the wrapper on the scheduler's thread. Every call
+except `describe` becomes a message to the tier's thread. These things stay true:
+
+- No call of the wrapper waits for the tier. A call that hangs costs only hits of that tier.
+- No exception ends the thread, not even `SystemExit` or `asyncio.CancelledError`: later jobs would wait for ever.
+- Queues have limits; beyond them hints are dropped first, and no job.
 """
 
 from __future__ import annotations

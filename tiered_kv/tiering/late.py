@@ -1,4 +1,7 @@
-"""A tier that is not `required`, until it can be opened: every lookup is a miss, and every job fails.
+"""A late tier: it stands for a tier that is not `required` and cannot be opened yet.
+
+The factory makes it. `GuardedTier` calls it on the scheduler's thread; a thread of its own opens the real tier. Until
+then every lookup is a miss, and every job fails. A tier that opens after a reset is reset before its first job.
 
 opening thread:   open, until that succeeds ... hand the tier over, wake the caller
 manager's thread: lookup: False ... get_finished: take the tier in, reset it if there was a reset ... pass calls on

@@ -1,7 +1,7 @@
-"""Outages: one line in the log when a tier's breaker opens, or its storage is full, and one when that is over.
+"""Outages: one line in the log when a tier's breaker opens, or its storage is full, and one line when that is over.
 
-`GuardedTier` calls this on the manager's thread, which does no I/O: a background thread writes the lines. `spell` says
-how many there are at most.
+`GuardedTier` calls this on the scheduler's thread, which does no I/O: a background thread writes the lines. The number
+of lines has a limit, which `spell` describes.
 """
 
 from __future__ import annotations

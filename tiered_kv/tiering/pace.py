@@ -1,4 +1,8 @@
-"""Estimates whether a load arrives sooner than the engine computes its blocks."""
+"""The pace of loads: whether a load arrives sooner than the engine computes its blocks.
+
+`Search` and `Promotions` ask, and `GuardedTier` adds measured times, all on the scheduler's thread. It answers from
+what it has measured, in a few operations. An unknown pace never refuses a load for good: a few loads are made to learn.
+"""
 
 from __future__ import annotations
 

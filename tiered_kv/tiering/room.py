@@ -1,8 +1,8 @@
-"""Who gets room next: requests of programs wait for rows, and for budgets, where an engine's would miss.
+"""The order of requests that need room: requests of programs wait for rows, and for budgets; an engine's would miss.
 
 `Search` asks for each block that such a request needs, and the manager's `lookup_prefix` after each lookup, both on the
-manager's thread. A request that lacks room for its first block holds no promoted block. So a waiting
-request keeps no room from others, and one of them always goes on.
+scheduler's thread. A request that lacks room for its first block holds no promoted block. So a waiting request keeps no
+room from others, and one of them always goes on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Uses of blocks in memory: the tiers below are told of them, and are offered again the blocks that they lack.
 
-A block that requests find in the primary tier is never loaded from a tier below, which would evict it as unused. So the
-manager's thread gathers the keys of such uses, and touches them in every tier, a few times a second. A block that a
-tier lacks although it is used was refused, failed or was evicted. It is offered again while the tier stores nothing.
+The manager notes uses, and gives them to every tier a few times a second, on its thread. A tier never sees a load of a
+block that requests find in the primary tier, and would evict the block as unused. A block that a tier lacks although it
+is used was refused, failed or evicted. It is offered again while the tier stores nothing. The keys that wait have a
+limit.
 """
 
 from __future__ import annotations

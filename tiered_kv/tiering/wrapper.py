@@ -1,4 +1,8 @@
-"""The base class of tiers that wrap another tier."""
+"""The base class of tiers that wrap another tier, for example to add faults or latency.
+
+A subclass replaces the methods that it changes. Every other call reaches the inner tier unchanged, on the
+caller's thread.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Copies between a CUDA device and page-locked CPU memory.
 
-Each direction has one side stream. So its jobs run in the order of their submission, in parallel with the model's work.
+A handler of `handlers.py` submits plans, on the engine's thread, and asks for their ends. A direction's jobs run in the
+order of their submission, on a side stream of their own, in parallel with the model's work. A job has ended
+when the event behind its copies has.
+
 If the driver has cuMemcpyBatchAsync (CUDA 12.8), one call copies all runs of a job. Otherwise each run is a call. torch
 owns streams and events. The driver is called directly, because torch has no batched copy. A kernel copies short runs
 where it is faster than the driver (`short_runs.py`).

@@ -1,4 +1,8 @@
-"""The handlers of a worker: GPU to CPU and back over a region, and the same between two places of CPU memory."""
+"""The handlers of a worker: one copies from the device to the region, one back; both also between places of CPU memory.
+
+The engine's worker process calls them on its own thread: it submits transfers, and asks which have ended. A transfer
+touches only the rows and pages of its plan, each transfer is reported once, and after `shutdown` no copy runs.
+"""
 
 from __future__ import annotations
 

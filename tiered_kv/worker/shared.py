@@ -1,4 +1,9 @@
-"""One stack, and one region of memory, for an engine of several processes: a scheduler and its workers."""
+"""A shared stack: one stack, and one region of memory, for an engine of several processes, a scheduler and its workers.
+
+The scheduler's process opens the stack; each worker maps the region, and copies between it and its device. Each process
+calls its side on its own thread. The processes find each other by one file (`shared_file`), and refuse a region that
+another engine divides differently. A killed process leaves no memory behind.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Which of the driver and a kernel copies short runs of a layout, measured once when its handlers are opened.
+"""The choice between driver and kernel for the short runs of a layout, measured once when its handlers are opened.
 
-A copy engine takes microseconds for each run. So pages of 16 KiB were loaded at a twelfth of the bus's rate (H200). The
-kernel is faster, but takes some of the model's multiprocessors. So it copies only in the directions in which it pays.
+`open_handlers` calls it, on the worker's thread. A copy engine takes microseconds for each run. So pages of 16 KiB were
+loaded at a twelfth of the bus's rate (H200). The kernel is faster, but takes some of the model's multiprocessors. So it
+copies only in the directions in which it pays, and only after it has copied a pattern without an error.
 """
 
 from __future__ import annotations
