@@ -198,7 +198,7 @@ def _segments(fd: int, digest: str) -> list[tuple[str, os.stat_result]]:
 
 @dataclass(eq=False)
 class Inspection:
-    """Counts and checks the blocks of a directory whose marker has `identity`. One thread, also while a stack runs.
+    """Counts and checks the blocks of a directory. Its marker has `identity`. One thread, also while a stack runs.
 
     Reading needs no lock. A segment may be reclaimed and filled again meanwhile, but its new header is written first.
     So after each read, the reader compares the generation in the header, and ignores the bytes if it has changed.
@@ -206,7 +206,7 @@ class Inspection:
     Deleting a block needs the lock. It rewrites the summary of the block's segment without the block.
     """
 
-    fd: int  # of the directory
+    fd: int  # the directory's
     claimed: ClaimedDirectory
     identity: Identity
     check_time: Callable[[str], None]  # called with the operation; raises after the deadline
@@ -303,7 +303,7 @@ class Inspection:
         return found
 
     def _found(self, error: OSError, fd: int) -> RecordStatus | str:
-        """Return what a failed read of a segment file shows: a bad place, if the disk reads another one after it."""
+        """Return what a failed read shows: a bad place, if the disk reads another place of the file after it."""
         if is_of_place(error):
             with suppress(OSError):
                 if _can_read(fd):
@@ -345,7 +345,7 @@ def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:
 
 
 def _end(segment: Segment) -> None:
-    """Let a summary say that nothing follows what was read of a segment: no reader looks behind a bad place again."""
+    """Let a summary end where the reading of a segment ended: no reader looks behind a bad place again."""
     segment.damaged = False
     segment.end_offset = segment.segment_bytes - PAGE_BYTES - pages(len(segment.table.encode()))
 

@@ -24,7 +24,7 @@ _BTRFS_BUFFERS: Final = (6, 15)
 
 class DirectIO(NamedTuple):
     is_used: bool  # whether segments are opened with O_DIRECT
-    refusal: str = ""  # why transfers use a page cache all the same; empty if they do not
+    refusal: str = ""  # why transfers use a page cache nevertheless; empty if they do not
 
     @property
     def shown(self) -> str:
@@ -57,7 +57,7 @@ def probe_direct(disk: Disk, directory_fd: int, mount: Mount | None, existing: s
 
 
 def _refused(fd: int) -> DirectIO | None:
-    """Return what the file system says against direct transfers of pages; None if nothing."""
+    """Return the file system's objection to direct transfers of pages; None if it has none."""
     alignment = direct_alignment(fd)
     if alignment is None:
         return None

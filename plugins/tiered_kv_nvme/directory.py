@@ -1,7 +1,7 @@
 """The directory of a tier: its lock, its marker, and the list of its files; see docs/reference/formats-nvme.md.
 
-The store opens it. Later the reclaimer lists it, and makes again what somebody has deleted. Any thread but the
-scheduler's may call, since each call does I/O. These things stay true:
+The store opens it. Later the reclaimer lists it, and replaces deleted files. Any thread but the scheduler's may call,
+since each call does I/O. These things stay true:
 
 - One process at a time holds the lock, and a forked child does not keep it.
 - A directory of another namespace, another tier type or another format is refused, and stays as it is.
@@ -128,7 +128,7 @@ class SegmentDirectory:
         return self.mount is not None and self.mount.copies_on_write and not is_written_in_place(fd)
 
     def remake(self) -> None:
-        """Make again what somebody has deleted: the directory, its lock, its marker. The reclaimer's thread.
+        """Make deleted parts again: the directory, its lock, its marker. The reclaimer's thread.
 
         The descriptors keep their numbers.
 
@@ -140,7 +140,7 @@ class SegmentDirectory:
             if not has_name(LOCK_NAME, self._lock_fd, dir_fd=self.fd):
                 self._replace_lock(take_lock(self.fd, self.claimed))
             names = frozenset(names_in(self.fd))
-            if MARKER_NAME not in names:  # what else is in it was accepted at the opening
+            if MARKER_NAME not in names:  # the other files in it were accepted at the opening
                 self._check_marker(replace(self.claimed, own_names=names), self.fd)
             return
         refuse_other_device(self.path, os.fstat(self.fd).st_dev)
@@ -280,7 +280,7 @@ def _busy(locked_fd: int, lock_fd: int, claimed: ClaimedDirectory) -> TierBusyEr
 
 
 def _holder(locked_fd: int, lock_fd: int) -> str:
-    """Say who holds the lock of an open file, as far as this process can see it.
+    """Return a sentence about the process that holds the lock of an open file, as far as this process can see it.
 
     The kernel knows, and the file's text does not: its writer may have ended, or count processes in another container.
     """

@@ -61,11 +61,11 @@ class Disk:
 
 
 class DirectMemory:
-    """Which memory the disk can read and write itself, without a buffer of ours between. Any thread may call.
+    """The memory that the disk can read and write itself, without a buffer of ours between. Any thread may call.
 
-    Direct I/O wants memory at a multiple of the disk's sector. Of other memory, the kernel may move megabytes and then
-    refuse the rest (EINVAL), and all would move twice. So the addresses decide before. They are multiples of 512, or,
-    once the disk has refused such memory, of a page.
+    Direct I/O wants memory at a multiple of the disk's sector. With other memory, the kernel may move megabytes and
+    then refuse the rest (EINVAL), and everything would move twice. So the addresses decide before. They are multiples
+    of 512, or, once the disk has refused such memory, of a page.
 
     Args:
         is_direct: Whether files are opened with O_DIRECT; otherwise any memory will do.
@@ -107,5 +107,5 @@ class StoreCounters(Counters):
         self._failures.note(operation, error)
 
     def explain(self, reason: str) -> str:
-        """Return what failed last for a reason, as `SecondaryTierManager.explain_failure`. Any thread."""
+        """Return the last failure for a reason; see `SecondaryTierManager.explain_failure`. Any thread."""
         return self._failures.texts.of(reason)

@@ -30,7 +30,7 @@ _SEGMENT_MAGIC = b"TKVNSEG1"
 _BATCH_MAGIC = b"TKVNBAT1"
 _SUMMARY_MAGIC = b"TKVNSUM1"
 
-_PROLOGUE = struct.Struct("<8s16s")  # magic, checksum of what follows
+_PROLOGUE = struct.Struct("<8s16s")  # magic, checksum of the bytes behind it
 _SEGMENT = struct.Struct("<II16sQQQQ")
 _BATCH = struct.Struct("<II16sQQQQQ")
 _SUMMARY = struct.Struct("<II16sQQQQQ16s")

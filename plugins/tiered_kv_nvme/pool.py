@@ -32,7 +32,7 @@ from tiered_kv_nvme.segment import LEFT_OUT_S, Demand, Segment, SegmentState
 from tiered_kv_nvme.worth import READ, Worth
 
 LEFT_OUT_S_MIN = 5.0
-"""As `LEFT_OUT_S`, if no other segment can be reclaimed."""
+"""In place of `LEFT_OUT_S`, if no other segment can be reclaimed."""
 FREE_SEGMENTS = 2  # free segments that the reclaimer keeps: one for stores, one for relocations
 _SEGMENTS_TO_RELOCATE = 3  # one to reclaim, one for its used blocks, one for stores
 
@@ -164,7 +164,7 @@ class SegmentPool:
         return True
 
     def abandon(self, reservation: Reservation) -> None:
-        """Locked. End a reservation whose batch was not completely written.
+        """Locked. End a reservation after an incomplete write of its batch.
 
         If no later reservation follows, its space is used again. Otherwise it is a hole, which ends a scan by batches:
         no batch is added to the segment any more, and its summary lists the batches after the hole.
@@ -180,7 +180,7 @@ class SegmentPool:
         self._end_write(segment)
 
     def leave_out(self, reservation: Reservation, reason: str, *, is_noted: bool) -> None:
-        """Locked. End a reservation whose place on the disk refused its batch, while other places take writes.
+        """Locked. End a reservation: its place on the disk refused its batch, while other places take writes.
 
         The segment is full, and its blocks can be loaded. If it `is_noted`, later uses end before that place, too.
         """
@@ -315,7 +315,7 @@ class SegmentPool:
 
     @property
     def is_starved(self) -> bool:
-        """Locked. Whether no segment can become free: none can be added, and none can be reclaimed."""
+        """Locked. Whether no segment can become free: none can be added, and none reclaimed."""
         return self._growth_refused and all(
             segment.state in (SegmentState.FREE, SegmentState.ACTIVE) or not segment.may_hold(LEFT_OUT_S)
             for segment in self.segments.values()
@@ -349,8 +349,8 @@ class SegmentPool:
     def reclaimable(self) -> list[Segment]:
         """Locked. Return the segments that may be reclaimed now, the oldest first.
 
-        If some hold no valid block, only these; otherwise, if some are damaged, only these. Those that refused a write
-        come last, and of these the ones that have little room before it.
+        If some hold no valid block, only these; otherwise, if some are damaged, only these. Segments that refused a
+        write come last; last of all are those with little room before the refused place.
         """
         idle = [
             segment

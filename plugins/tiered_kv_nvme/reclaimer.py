@@ -102,7 +102,7 @@ class Reclaimer:
                 self.pool.changed.wait(_RETRY_S if short or failed else _WATCH_S)
 
     def _watch(self) -> None:
-        """Make again what somebody has deleted, such as a cleaner of temporary files."""
+        """Make deleted files and directories again. For example, a cleaner of temporary files has deleted them."""
         now_s = time.monotonic()
         if now_s < self._watch_after_s:
             return
@@ -232,7 +232,7 @@ class Reclaimer:
                 self.counters.note_io_error("reading blocks", error)
                 failures += 1
                 if len(ordinals) > 1 and is_of_place(error) and self.probe.takes_reads(segment):
-                    waiting.extendleft([ordinal] for ordinal in ordinals)  # all but those at the bad place
+                    waiting.extendleft([ordinal] for ordinal in ordinals)  # each alone, to find the bad place
                 continue
             found = zip(ordinals, payloads, strict=True)
             sound = [(ordinal, segment.table[ordinal], data) for ordinal, data in found if data is not None]

@@ -26,7 +26,7 @@ from tiered_kv_nvme.segment import Segment, SegmentFiles, SegmentState
 
 
 def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
-    """Fill an empty pool and its index from the directory; delete unusable segments, and those over the capacity.
+    """Fill an empty pool and its index from the directory; delete unusable segments, and segments over the capacity.
 
     Raises `OSError`: a segment file cannot be opened, or there is no memory to read it; no file is left open.
     """
@@ -39,7 +39,7 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
     try:
         for scan in scans:
             scan.result()  # raises the first error
-        # Segments over the capacity go in this order: free ones (epoch 0), those from before a reset, the oldest.
+        # Segments over the capacity go in this order: free ones (epoch 0), ones from before a reset, the oldest.
         found.sort(key=lambda each: (each.epoch == pool.epoch, each.epoch > 0, each.generation))
         while found and files.excess_bytes() > 0:
             files.delete(found.pop(0))
@@ -53,7 +53,7 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
 
 
 def _newest(files: SegmentFiles, slots: Sequence[int]) -> list[int]:
-    """Delete the files that are more than may be open, those first that were written least recently."""
+    """Delete the files beyond the number that may be open: first the files that were written least recently."""
     folder = files.directory
     written_ns = {
         slot: os.stat(folder.segment_name(slot), dir_fd=folder.fd, follow_symlinks=False).st_mtime_ns for slot in slots
@@ -112,7 +112,7 @@ class SegmentScan:
     identity: Identity
     epoch: int
     counters: StoreCounters
-    checks_payloads: bool = True  # of batches without a summary; False counts a batch that a crash left incomplete
+    checks_payloads: bool = True  # in batches without a summary; False counts a batch that a crash left incomplete
 
     def __post_init__(self) -> None:
         self._stored_bytes_max = self.identity.block_bytes + OVERHEAD_BYTES_MAX

@@ -76,14 +76,14 @@ class Segment:
     slot: int  # the number in the file's name and in places
     fd: int
     segment_bytes: int
-    generation: int  # of its present use
+    generation: int  # the number of its present use
     damaged: bool = False  # the file is cut short, or could not be read at the opening: the reclaimer deletes it
     deleted: bool = False  # somebody has deleted the file, or moved it away; then it is damaged too
     is_copied: bool = False  # the file system copies overwritten pages: the reclaimer replaces the file
     age: int = 0  # when it became full; segments are sealed and reclaimed in this order
     writers: int = 0
     readers: int = 0
-    refused_offset: int = 0  # as in its header: where the disk refused a batch; it is filled no further
+    refused_offset: int = 0  # see its header: where the disk refused a batch; it is filled no further
     refused_s: float = 0.0  # when that was, by `time.monotonic`
     alone_until_s: float = 0.0  # until then each block is read alone: a bad place was too slow to find it among many
     state: SegmentState = field(init=False)
@@ -155,7 +155,7 @@ class NoSegment(Enum):
 
 
 class Unlinked(Enum):
-    """What became of a file that is to be deleted."""
+    """The outcome of the deletion of a file."""
 
     DONE = "done"
     STUCK = "stuck"  # this file cannot be deleted: it stays, and counts
@@ -170,9 +170,9 @@ class SegmentFiles:
     directory: SegmentDirectory
     is_direct: bool  # whether to open them with O_DIRECT
     counters: StoreCounters
-    segment_bytes: int  # of new files
-    capacity_bytes: int  # of the whole directory
-    descriptors_max: int  # for segments
+    segment_bytes: int  # the size of new files
+    capacity_bytes: int  # the limit of the whole directory
+    descriptors_max: int  # that segments may have
 
     def create(self, taken: Set[int], generation: int, deleted_bytes: int) -> Segment | NoSegment:
         """Create and preallocate a free segment, in a slot that is not `taken`, if the capacity has room for it.

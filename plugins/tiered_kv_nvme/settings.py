@@ -1,4 +1,4 @@
-"""The YAML entry of an nvme tier, and what such a tier takes of the process and the machine.
+"""The YAML entry of an nvme tier, and its needs of the process and the machine.
 
 `config.stack_config` reads it on the thread that opens a stack. Importing it loads nothing else of the tier.
 """

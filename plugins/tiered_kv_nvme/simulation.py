@@ -1,7 +1,7 @@
 """The nvme tier for `tiered-kv simulate`: the segment pool and its choices, without files and bytes.
 
 The simulation calls it on its one thread. Stores reclaim the segments that they need, in place of the reclaimer's
-thread. The choices are those of the real pool, so the hit rates are too.
+thread. The real pool makes the choices, so the hit rates are those of the real tier.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ SEGMENTS_MIN = 4  # one for stores, two free ones, one with blocks
 SEGMENTS_MAX = 512  # each is an open file; a process often may have 1024
 INDEX_BYTES = 200  # memory of an entry of the index, with its key; see `tiered_kv_nvme.pool`
 
-_ROOM_S = 2.0  # how long a file system may take to say what room it has
+_ROOM_S = 2.0  # how long a file system may take to report its room
 _SEGMENTS_WANTED = 64
 _SEGMENTS_COMFORTABLE = 8
 _SEGMENT_BYTES_FLOOR = 8 << 20
@@ -32,7 +32,7 @@ _BLOCKS_COMFORTABLE = 8
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    capacity_bytes: int  # of the directory, with everything in it
+    capacity_bytes: int  # the limit of the directory, with everything in it
     segment_bytes: int
     descriptors_max: int = SEGMENTS_MAX
 

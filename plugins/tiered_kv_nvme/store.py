@@ -59,7 +59,7 @@ class StoreOptions:
     sizing: Sizing
     want_direct: bool = True  # use O_DIRECT if the file system supports it
     codecs: CodecSet = PLAIN
-    threads: int = 8  # that will call; as many recover the segments
+    threads: int = 8  # callers of the store; as many threads recover the segments
     room_timeout_s: float = 5.0  # how long a store waits for a free segment
     private: bool = True  # refuse a directory that another user controls
     required_mount: str | None = None  # a mount point without which the directory is neither made nor opened
@@ -70,7 +70,7 @@ class StoreOptions:
 class SegmentStore:
     """Blocks in a directory of segments. Any thread may call every method but `close`.
 
-    Raises `TierBusyError`, `FormatError`, `TierUnavailableError`: as `SegmentDirectory`.
+    Raises `TierBusyError`, `FormatError`, `TierUnavailableError`: see `SegmentDirectory`.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class SegmentStore:
         self._directory.remake()
         self._epoch.remake()
 
-    def stats(self) -> dict[str, Any]:  # Any: as `SecondaryTierManager.stats`
+    def stats(self) -> dict[str, Any]:  # Any: see `SecondaryTierManager.stats`
         with self.pool.changed:
             segments, left_out = list(self.pool.segments.values()), self.pool.left_out
         return {
@@ -258,7 +258,7 @@ class SegmentStore:
         return "; ".join(filter(None, (locks, need.problem or self._growth_problem(need))))
 
     def _growth_problem(self, need: Need) -> str:
-        """Say why the tier gets no further segment though the disk shows space; an empty string if it gets one."""
+        """Return why the tier gets no further segment though the disk shows space; an empty string if it gets one."""
         size = format_bytes(self._options.sizing.segment_bytes)
         if self.counters["no_space_errors_total"]:
             free = f"a segment of {size} was refused, and {rounded_bytes(need.available)} seem to be free"

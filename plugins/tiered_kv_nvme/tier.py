@@ -2,7 +2,7 @@
 
 The stack opens it. A `GuardedTier` calls it on the scheduler's thread, and no such call does I/O. The toolkit's workers
 call `store_blocks` and `load_blocks`. A block that a job has stored is found by later lookups, unless a reset came
-between; what fails is reported by its key.
+between; a failed block is reported by its key.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tiered_kv_nvme.store import SegmentStore, StoreOptions, open_segments_max
 
 PART_BYTES = 2 << 20  # bytes of one part of a job
 PART_BLOCKS_MIN = 16
-"""Blocks of a part at least, however large: each part costs the interpreter some handoffs. Not of blocks that are
-compressed or encrypted, since each thread has a buffer for a part of these."""
-STORE_PART_BLOCKS_MIN = 64  # of a store, which no request waits for. With 16 a server that only stored took 3 % longer.
+"""The least blocks of a part, however large: each part costs the interpreter some handoffs. It does not hold for
+compressed or encrypted blocks, since each thread has a buffer for a part of them."""
+STORE_PART_BLOCKS_MIN = 64  # in a store: no request waits for it. With 16 a server that only stored took 3 % longer.
 ABSENT_MAX: Final = 4096  # touched blocks that the directory lacks, until they are taken
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
@@ -50,7 +50,7 @@ class NvmeTier(BlockingTier):
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: NvmeSettings
     ) -> None:
-        # What may fail comes first: a tier that was not opened must hold no view of the region.
+        # Steps that may fail come first: a tier that was not opened must hold no view of the region.
         spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)
         self._store = _open_store(spec, primary_kv_view, settings)
         try:

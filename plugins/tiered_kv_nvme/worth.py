@@ -57,7 +57,7 @@ _digest = xxhash.xxh3_64_intdigest
 
 
 class Worth:
-    """Learns from stores and loads what blocks are worth, by the number and the age of their uses.
+    """Learns the worth of blocks from stores and loads, by the number and the age of their uses.
 
     A block's estimated worth is its density. Time advances as stores fill segments: a tick is an eighth of
     all `segments` that the capacity holds. As many evicted blocks are remembered as the capacity holds `blocks`, before
@@ -105,7 +105,7 @@ class Worth:
         digests, slots = self._slots(keys)
         evicted = ((digests >> 48 | 1) << 16 | np.array(states, np.uint64)).astype(np.uint32)
         displaced = self._evicted[slots]
-        by_slot = np.argsort(slots, kind="stable")  # of two blocks with one slot, the later displaces the earlier
+        by_slot = np.argsort(slots, kind="stable")  # where two blocks have one slot, the later displaces the earlier
         again = slots[by_slot[1:]] == slots[by_slot[:-1]]
         displaced[by_slot[1:][again]] = evicted[by_slot[:-1][again]]
         self._evicted[slots] = evicted
@@ -133,9 +133,9 @@ class Worth:
     def least(self, segments: Sequence[Segment]) -> Segment:
         """Return the segment that loses least when it is reclaimed; the first of about equal ones.
 
-        Each block costs its density, or the price of a move for those that may move. One ranking serves for a sixteenth
-        of the segments. A ranking also sets the densities and the price that `movable` uses: before the first one no
-        block is worth a move.
+        Each block costs its density, or the price of a move if it may move. One ranking serves for a sixteenth of the
+        segments. A ranking also sets the densities and the price that `movable` uses: before the first one no block is
+        worth a move.
         """
         while self._ranked:
             segment = self._ranked.pop()
@@ -175,7 +175,7 @@ class Worth:
         return np.concatenate(counts)
 
     def _cells(self, tables: Sequence[EntryTable]) -> np.ndarray[Any, np.dtype[np.uint16]]:
-        """Return the cell of each block now, one table after the other, as `HitDensity` numbers cells."""
+        """Return the cell of each block now, one table after the other. `HitDensity` numbers the cells."""
         states = np.concatenate([np.array(table.states) for table in tables])
         ages = np.minimum(self._now - (states >> _TICK_SHIFT) & _TICKS - 1, _AGES - 1)
         cells: np.ndarray[Any, np.dtype[np.uint16]] = (states & _USES_MASK) * BUCKETS + _BUCKET_ARRAY[ages]

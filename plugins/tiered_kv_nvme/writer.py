@@ -33,7 +33,7 @@ BATCH_BLOCKS_MAX = 256
 
 
 PLACES_MAX = 4
-"""How many places on the disk one batch is tried at, if they refuse it and others take writes."""
+"""The number of places on the disk that one batch tries, if they refuse it and others take writes."""
 
 
 class Payload(NamedTuple):
@@ -106,8 +106,8 @@ class BatchWriter:
     ) -> tuple[int, str]:
         """Write one batch, or several at the end of a segment; return the number of blocks, and why others failed.
 
-        A batch whose place on the disk refuses it is written to another segment. With `old_places` the blocks move from
-        there, and neither wait for space nor look for another place.
+        If a place on the disk refuses a batch, the batch is written to another segment. With `old_places` the blocks
+        move from there, and neither wait for space nor look for another place.
         """
         timeout_s, stream = self.room_timeout_s, WriteStream.STORES
         if old_places is not None:
@@ -171,7 +171,7 @@ class BatchWriter:
         return "" if self.pool.commit(reservation, keys, entries, states, old_places) else "reset", False
 
     def _give_up(self, reservation: Reservation, error: BaseException, *, is_noted: bool) -> bool:
-        """End a reservation whose batch could not be written; return whether the disk takes writes elsewhere.
+        """End a reservation after its batch could not be written; return whether the disk takes writes elsewhere.
 
         Then its place is left out.
         """

@@ -23,12 +23,13 @@ from tiered_kv.worker.plan import device_of
 
 @dataclass(frozen=True, slots=True)
 class HostCache:
-    """What an engine's scheduler and its workers construct with the same arguments, to open their own sides.
+    """A host's cache, as an engine uses it. Scheduler and workers construct it with the same arguments, to open their
+    sides.
 
     Args:
         address: "unix:" and the path of the server's socket.
         name: A name that belongs to this run of the engine, the same in all its processes.
-        namespace: Of the engine's blocks.
+        namespace: The namespace of the engine's blocks.
         block_bytes, block_tokens: The size of an offloaded block.
         num_workers: Workers of the engine.
         num_parts: Equal parts of each block: one for each worker, or 1, which all workers share.

@@ -1,7 +1,8 @@
-"""What shapes the bytes of an engine's blocks, from vLLM's whole configuration; and the namespace of its blocks.
+"""The namespace of an engine's blocks: everything in vLLM's whole configuration that shapes their bytes.
 
-Everything counts that is not an ignored setting, so what a later vLLM adds counts by default: settings, variables
-of the environment, packages. `ignored_settings.toml` names the rest. The page docs/reference/namespaces.md lists all.
+The spec asks for it while it opens, in the scheduler and in each worker, which must get the same namespace. Everything
+counts that is not an ignored setting: settings, variables of the environment, packages. So an addition of a later vLLM
+counts by default. `ignored_settings.toml` names the rest. The page docs/reference/namespaces.md lists all.
 
 vLLM's summary for an offloading backend has the model's name, the data type, the layout, the groups and the parallel
 sizes. `engine_facts` takes the rest from its whole configuration. The user's `namespace` gives the rest.
@@ -60,7 +61,7 @@ _PACKAGES = (
     "flydsl", "oink", "zentorch", "torch-npu", "torch-xla", "intel-extension-for-pytorch", "tpu-inference",
     "transformer-engine", "terratorch",
 )  # fmt: skip
-"""Packages, and modules without a package, that count beside those that `computing_packages` finds by metadata."""
+"""Packages, and modules without a package, that count beside the ones that `computing_packages` finds by metadata."""
 
 _PLUGINS = re.compile(r"^vllm\.(?!stat_logger_plugins$|endpoint_plugins$|io_processor_plugins$|logits_processors$)")
 """Groups of entry points whose packages count: they bring models, platforms, kernels. Others serve and observe."""
@@ -110,7 +111,7 @@ def run_name(config: Any) -> str:  # Any: vLLM's OffloadingConfig
 
 
 def engine_facts(user: UserModelNamespace, *, is_canonical: bool = False) -> dict[str, str]:
-    """Return what the namespace has to hold of the engine beside vLLM's summary, by name.
+    """Return the engine's facts that the namespace needs beside vLLM's summary, by name.
 
     With a canonical layout it has nothing that only tells how the model is split.
     """
@@ -221,7 +222,7 @@ def _spec(group: Any, *, is_canonical: bool) -> dict[str, object]:
 
 
 def _platform() -> str:
-    """Return what vLLM chooses kernels by, and with them the layout within a page."""
+    """Return the hardware by which vLLM chooses kernels, and with them the layout within a page."""
     platform = current_platform
     name = str(getattr(platform, "device_name", None) or platform.device_type)
     if platform.is_cpu():
@@ -244,7 +245,7 @@ def _digest(name: str, value: object) -> str:
 
 
 class VllmNamespace(UserModelNamespace):
-    """What a configuration may say of the namespace."""
+    """The part of the namespace that a user may set."""
 
     unknown_key_advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("dtype", "layout", "hash_seed", "layers", "groups", "parallel"),
@@ -256,7 +257,7 @@ class VllmNamespace(UserModelNamespace):
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What a pipeline stage has of the model: its layers, and a text for each of its KV cache groups."""
+    """A pipeline stage's share of the model: its layers, and a text for each of its KV cache groups."""
 
     layers: int
     groups: tuple[str, ...]
@@ -268,7 +269,7 @@ def stage_of(config: Any) -> Stage:  # Any: vLLM's OffloadingConfig
 
 
 def environment(config: Any) -> dict[str, str]:  # Any: vLLM's OffloadingConfig
-    """Return the variables that a stack's texts may name: those of the process, and the replica's index."""
+    """Return the variables that a stack's texts may name: the process's, and the replica's index."""
     return {**os.environ, REPLICA_VARIABLE: str(config.parallel.data_parallel_index)}
 
 

@@ -29,15 +29,15 @@ from tiered_kv_vllm.engine import canonical_shards, current_engine, layer_specs
 _log = logging.getLogger(__name__)
 
 _OFFLOADED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
-"""Kinds, with their subclasses, of which vLLM's connector knows what a request needs."""
+"""Kinds, with their subclasses, for which vLLM's connector knows the needs of a request."""
 
 
 def check_kinds() -> None:
-    """Raise ConfigError for layers at which vLLM's connector ends without a reason, or whose blocks it may store wrong.
+    """Raise ConfigError for layers at which vLLM's connector ends without a reason, or stores wrong blocks.
 
     It knows no cross attention. Blocks of R-SWA are freed while the request runs, and it takes them for full
-    attention's: a store may read what the next request writes. vLLM leaves out by itself the layers that take no part
-    in prefix caching, and computes what they keep again.
+    attention's: a store may read bytes of the next request. vLLM leaves out by itself the layers that take no part in
+    prefix caching, and computes their states again.
     """
     others = [
         type(each).__name__
@@ -78,7 +78,7 @@ def check_groups(config: Any) -> None:  # Any: vLLM's OffloadingConfig
 
 
 def _loses_windows(config: Any, kv_cache: Any) -> bool:
-    """Return whether vLLM looks for windows one block before those that it stores.
+    """Return whether vLLM looks for windows one block before the stored ones.
 
     By default it stores the window before a prompt's end alone; beside a draft it leaves out the last block found.
     """
@@ -112,7 +112,7 @@ def our_caches(kv_caches: Any, *, is_canonical: bool = False) -> CanonicalKVCach
 
 
 def audited_group(config: Any, num_parts: int) -> AuditedGroup | None:  # Any: vLLM's OffloadingConfig
-    """Return the group whose blocks the audit compares, of several; None if there is one, with whole rows.
+    """Return the group that the audit compares, of several; None if there is one, with whole rows.
 
     It is the first with full attention: vLLM looks up its blocks first, and computes all of them that it misses.
 

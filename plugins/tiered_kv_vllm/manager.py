@@ -181,7 +181,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         Returns:
             Whether a lookup can find more than the last one, for which the request waits.
         """
-        if not self._is_polled:  # what ended during the last step is found in this one
+        if not self._is_polled:  # a job that ended during the last step is found in this one
             self._is_polled = True
             self._manager.poll()
         context, size = ReqContext(req_id), self._block_tokens
@@ -201,7 +201,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         return self._lacks_answer or self._manager.promoting(ReqContext(req_id)) > 0
 
     def was_looked_up(self, req_id: str, uncomputed_tokens: int | None) -> None:
-        """Note what vLLM will compute of a request whose blocks it has looked up; None if the request waits."""
+        """Note how much of a request vLLM will compute, after it has looked the blocks up; None if the request
+        waits."""
         if uncomputed_tokens is None:
             promoting = 0 if self._lacks_answer else self._manager.promoting(ReqContext(req_id))
             self._waiting[req_id] = promoting, time.monotonic()
@@ -254,7 +255,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
                 self.on_reset_flushed()
 
     def has_pending_work(self) -> bool:
-        """Return whether vLLM has to run a step although it has no request: to send what a host's cache waits for.
+        """Return whether vLLM has to run a step although it has no request: to send messages that a host's cache waits
+        for.
 
         Jobs of a stack that end while vLLM is idle are collected in its next step.
         """

@@ -182,5 +182,5 @@ def vllm_events(
 
 
 def hit_source(settings: TierSettings) -> CacheHitSource:
-    """Return what vLLM's statistics call a hit in a tier: "disk" if it has a `path`, else "unspecified"."""
+    """Return the name of vLLM's statistics for a hit in a tier: "disk" if it has a `path`, else "unspecified"."""
     return CacheHitSource.DISK if hasattr(settings, "path") else CacheHitSource.EXTERNAL_UNSPECIFIED

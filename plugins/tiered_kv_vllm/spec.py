@@ -61,7 +61,7 @@ _OPTIONS = (
     *("blocks_per_chunk", "block_size", "canonical_layout", "offload_prompt_only", "self_describing_kv_events"),
     *(("sync_load_budget_bytes",) if _VLLM_REPORTS_FLUSHES else ()),
 )
-"""What our spec reads beside `stack`, and what vLLM's connector reads for any spec."""
+"""Settings that our spec reads beside `stack`, and that vLLM's connector reads for any spec."""
 
 _VLLM_OPTIONS: Mapping[str, str] = {
     "cpu_bytes_to_use": "write 'primary: {capacity: ...}' in the stack, without --kv-offloading-size, which sets this",
@@ -73,11 +73,11 @@ _VLLM_OPTIONS: Mapping[str, str] = {
     "backpressure": "write 'store_budget' at a tier of 'secondary' in the stack",
     "tier_poll_interval_s": "leave it out; our tiers need no polling thread",
 }
-"""What vLLM's own specs read, and what to do under ours."""
+"""Settings that only vLLM's own specs read, and the remedy under ours."""
 
 
 class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """What `TieredKVConnector` takes for `"stack"` or `"attach"`; also by `"spec_name": "TieredKVOffloadingSpec"`.
+    """The spec of `TieredKVConnector` for `"stack"` or `"attach"`; also by `"spec_name": "TieredKVOffloadingSpec"`.
 
     vLLM makes one in its scheduler's process and one in each worker's. All map one region, named by the engine's id.
 
@@ -270,8 +270,8 @@ def _part_bytes(config: Any, ranks: Sequence[Rank]) -> int:
 class Rank:
     """One worker: the bytes that it stores of a chunk, and its stage.
 
-    vLLM hands each process the layers of one worker: a worker's own, and in the scheduler those of worker 0. So with
-    more than one stage each worker writes its rank into the engine's shared file, and every process reads all ranks.
+    vLLM hands each process the layers of one worker: a worker's own, and in the scheduler worker 0's. So with more than
+    one stage each worker writes its rank into the engine's shared file, and every process reads all ranks.
     """
 
     chunk_bytes: int

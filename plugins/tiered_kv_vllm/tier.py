@@ -60,7 +60,7 @@ class RequestNotes:
     """One request, from `on_new_request` to `on_request_finished`.
 
     Attributes:
-        failed: Keys whose load failed; they are misses for this request.
+        failed: Keys of failed loads; they are misses for this request.
         asked_s: Time at which a key was first answered RETRY.
         hits: Keys that were hits, each of which takes a row of the primary tier.
         has_timed_out: Whether it has waited as long as it may; then all its lookups miss.

@@ -212,7 +212,7 @@ class CPUBackend(Backend):
         self.region = region
         self.num_blocks = region.num_blocks
         self.made: list[CPUBlock] = []
-        """The blocks by row; those that were never allocated are not made."""
+        """The blocks by row; a block is made when its row is first allocated."""
         self._free: list[CPUBlock] = []
 
     def get_num_free_blocks(self) -> int:

@@ -52,7 +52,7 @@ class HitDensity:
     def __init__(self, kinds: int, groups: int, *, decay: float = DECAY) -> None:
         self._decay = decay
         self._first_kinds = kinds
-        self._priors: list[int] = []  # of all kinds
+        self._priors: list[int] = []  # one for each kind
         self._groups = groups
         self.seen = array("d")  # tails that reached a cell, without the parts that were used before
         self.hits = array("d")  # the parts of them that a request has used there
@@ -85,7 +85,7 @@ class HitDensity:
         hazard = (kind_hits + PRIOR_TAILS * _PRIOR * np.minimum(1, held)) / (kind_seen + PRIOR_TAILS)
         added = slice(self._first_kinds, None)
         priors = self._priors[added]
-        for _ in range(2):  # a prior before those that have it
+        for _ in range(2):  # a prior before the kinds that have it
             hazard[added] = (kind_hits[added] + PRIOR_TAILS * hazard[priors]) / (kind_seen[added] + PRIOR_TAILS)
         expected = (seen * hazard).sum(2, keepdims=True)
         group_hits = hits.sum(2, keepdims=True)

@@ -1,4 +1,4 @@
-"""Blocks from before a reset: their keys are forgotten, and their rows become free by and by.
+"""Blocks from before a reset: their keys are forgotten, and their rows become free in later steps.
 
 The primary tier's manager makes one object a reset, and calls it on its thread. A reset takes as long with a million
 rows as with ten: it hands over the index as it is, and `sweep` frees the rows later. A row that is needed sooner is
@@ -63,7 +63,7 @@ class Orphans:
         return self._in_use.get(key) is block or any(index.get(key) is block for index in self.unswept)
 
     def add(self, index: dict[OffloadKey, CPUBlock], remains: dict[Any, Any]) -> None:
-        """Take over the index of a primary tier that is reset, and what is left of its policy: nobody uses either."""
+        """Take over the index of a primary tier that is reset, and the rest of its policy: both have no other user."""
         if index:
             self.unswept.append(index)
             self.exist = True
@@ -80,7 +80,7 @@ class Orphans:
         return False
 
     def sweep(self, count: int = SWEEP_BLOCKS) -> int:
-        """Free those of the next `count` blocks that are not in use; return how many rows became free."""
+        """Free the unused ones of the next `count` blocks; return how many rows became free."""
         freed = 0
         while count > 0 and self.unswept:
             index = self.unswept[0]
@@ -104,7 +104,7 @@ class Orphans:
             rows -= self.sweep(max(rows, SWEEP_BLOCKS))
 
     def _drop(self, count: int) -> None:
-        """Drop what is left of a policy in parts: to drop all at once takes 20 ms for a million blocks."""
+        """Drop the rest of a policy in parts: to drop all at once takes 20 ms for a million blocks."""
         while count > 0 and self._remains:
             if self._remains[0]:
                 count -= 1 + len(self._remains[0].popitem()[1])

@@ -61,7 +61,7 @@ class PrimaryRegion:
         numa_node: Bind the memory to this node.
 
     Raises:
-        ConfigError: The memory cannot be allocated as requested; the message says what to do.
+        ConfigError: The memory cannot be allocated as requested; the message has the remedy.
     """
 
     is_reserved = False
@@ -275,11 +275,11 @@ def _bind_to_node(address: int, size_bytes: int, node: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What all processes that map a region must agree on; raises `ConfigError` for a number below 1."""
+    """The numbers that all processes that map a region must agree on; raises `ConfigError` for a number below 1."""
 
     rows: int
     row_bytes: int
-    parts: int = 1  # of every row, one for each worker, or one for all
+    parts: int = 1  # in every row: one for each worker, or one for all
     block_size_factor: int = 1  # device blocks in a row
 
     def __post_init__(self) -> None:
@@ -301,7 +301,7 @@ class Geometry:
 
 
 def write_header(fd: int, geometry: Geometry) -> None:
-    """Write the header of a file whose rows are already allocated."""
+    """Write the header of a file after its rows were allocated."""
     os.pwrite(fd, json.dumps(geometry.header()).encode().ljust(HEADER_BYTES, b"\0"), 0)
 
 

@@ -40,7 +40,8 @@ _SETTLED_KEYS_MAX = 512
 
 
 class TierAccount:
-    """Counts what one guarded tier does, and records it in the history and as events. Owned by the manager's thread.
+    """Counts the events of one guarded tier, and records them in the history and for followers. Owned by the manager's
+    thread.
 
     It takes each event once, by one method. Any thread may read `snapshot`.
 
@@ -160,7 +161,7 @@ class TierAccount:
         return Lost(stores, self._counters.total(failed, "load"))
 
     def expired(self, job: JobMetadata) -> None:
-        """Record a job whose deadline has passed. In the history, a load's requests report its blocks."""
+        """Record a job at its deadline. In the history, a load's requests report its blocks."""
         self._counters.add("expired_jobs_total")
         self.failed(job, len(job.keys), "expired")
         if self._history is not None and not job.is_promotion:
@@ -171,7 +172,7 @@ class TierAccount:
         self._counters.add("unknown_results_total")
 
     def reset(self, jobs: Sequence[JobMetadata]) -> None:
-        """Record that the tier has forgotten its blocks, including those of `jobs`, which are in flight."""
+        """Record that the tier has forgotten its blocks, including the blocks of `jobs`, which are in flight."""
         self._jobs_before_reset = frozenset(job.job_id for job in jobs)
         self._keys_before_reset = {key for job in jobs if not job.is_promotion for key in job.keys}
         if self._history is not None:
@@ -180,7 +181,7 @@ class TierAccount:
         self._take_from_tier()
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Return the tier's events since the last call: those of its jobs, then those that it reports itself."""
+        """Return the tier's events since the last call: the events of its jobs, then its own reports."""
         reported = self._take_from_tier()
         if reported is None or not self._job_events:
             return reported or []
@@ -269,7 +270,7 @@ class TierAccount:
 
 
 class EventSink(Protocol):
-    """Receives the events of all tiers at each step's end, as `EventPublisher`. Only `close` may wait."""
+    """Receives the events of all tiers at each step's end; see `EventPublisher`. Only `close` may wait."""
 
     def publish(self, events: Sequence[OffloadingEvent]) -> None: ...
     def clear(self) -> None: ...
@@ -278,7 +279,8 @@ class EventSink(Protocol):
 
 
 class PrimaryAccount:
-    """Counts what the engine stores and loads, and passes it on to the history and the sink of events, both optional.
+    """Counts the stores and loads of the engine, and passes them on to the history and the sink of events, both
+    optional.
 
     Closes both. All methods belong to the manager's thread, unless they say otherwise.
     """

@@ -17,7 +17,7 @@ TRACKED_KEYS_MAX = 1 << 20
 
 
 class Selection(NamedTuple):
-    """Offered blocks: those to store, those not admitted, and those over the limit in flight."""
+    """Offered blocks in three lists: to store, not admitted, and over the limit in flight."""
 
     stored: list[CPUBlock]
     refused: list[CPUBlock]

@@ -29,7 +29,8 @@ class WrongValueError(TypeError):
 
 
 def tier_exceptions() -> tuple[type[BaseException], ...]:
-    """Return what a tier may raise on the scheduler's thread without effect; called only when something was raised.
+    """Return the exceptions that a tier may raise on the scheduler's thread without effect; called only when something
+    was raised.
 
     `KeyboardInterrupt` and `SystemExit` go on: a signal handler may have raised them while the tier was called.
     """
@@ -45,12 +46,12 @@ def checked_flag(value: object, wanted: str = "True or False") -> bool:
 
 
 def checked_answer(answer: object) -> bool | None:
-    """Return what `lookup` returned."""
+    """Return the answer of `lookup`."""
     return None if answer is None else checked_flag(answer, "True, False or None")
 
 
-def checked_answers(answers: Any, count: int) -> list[bool | None]:  # Any: whatever a tier returned
-    """Return what `lookup_many` returned for `count` keys."""
+def checked_answers(answers: Any, count: int) -> list[bool | None]:  # Any: from a third-party tier
+    """Return the answers of `lookup_many` for `count` keys."""
     listed = answers if isinstance(answers, list) else list(answers)
     if len(listed) != count:
         raise WrongValueError(f"{count} answers", answers)
@@ -79,7 +80,7 @@ def checked_result(result: object) -> JobResult:
         return JobResult(int(job_id), False, reason="nonsense")
 
 
-def checked_keys(keys: Any) -> list[OffloadKey]:  # Any: whatever a tier returned
+def checked_keys(keys: Any) -> list[OffloadKey]:  # Any: from a third-party tier
     """Return a collection of keys as a list."""
     listed = list(keys)
     if not {*map(type, listed)} <= {bytes}:
@@ -87,15 +88,15 @@ def checked_keys(keys: Any) -> list[OffloadKey]:  # Any: whatever a tier returne
     return listed
 
 
-def checked_event(event: Any) -> OffloadingEvent:  # Any: whatever a tier returned
+def checked_event(event: Any) -> OffloadingEvent:  # Any: from a third-party tier
     """Return an event of `take_events`. Only its keys, and whether they were removed, are the tier's."""
     if not isinstance(event, OffloadingEvent):
         raise WrongValueError("an OffloadingEvent", event)
     return OffloadingEvent(checked_keys(event.keys), event.block_size, event.medium, checked_flag(event.removed))
 
 
-def checked_stats(stats: Any) -> dict[str, Any]:  # Any: whatever a tier returned; a number, or numbers by label
-    """Return what `stats` returned: a copy of the mapping and of the mappings in it."""
+def checked_stats(stats: Any) -> dict[str, Any]:  # Any: from a third-party tier; a number, or numbers by label
+    """Return the numbers of `stats`: a copy of the mapping and of the mappings in it."""
     if not isinstance(stats, Mapping):
         raise WrongValueError("a mapping of numbers", stats)
     return {

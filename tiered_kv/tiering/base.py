@@ -28,7 +28,7 @@ from tiered_kv.errors import ConfigError
 JobId = int
 """Unique within a manager, never reused."""
 DIGEST_BYTES: Final = 16
-"""Of a namespace's digest."""
+"""The size of a namespace's digest."""
 
 
 def _own_namespace() -> bytes:
@@ -44,7 +44,7 @@ class JobMetadata:
         keys: The blocks, in the order of their request's prefix; may be empty.
         block_ids: Rows of the primary tier's region, int64 of shape (n,), in the order of `keys`.
         is_promotion: True for a load into the region, False for a store out of it.
-        req_context: The request; without an id, the blocks are not those of a running request.
+        req_context: The request; without an id, the blocks belong to no running request.
         deadline: When the job expires, in seconds of `time.monotonic()`; None for never. A tier may cancel a job
             that cannot meet it, but must still report the job: its blocks are not reused before the report.
     """
@@ -78,7 +78,7 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """What a stack passes to a tier as `offloading_spec`.
+    """The configuration that a stack passes to a tier as `offloading_spec`.
 
     Args:
         name: The tier's name, unique in the stack.
@@ -110,7 +110,7 @@ class TierSpec:
 
     @classmethod
     def of(cls, offloading_spec: object, tier_type: str, primary_kv_view: memoryview) -> Self:
-        """Return what a tier was given as `offloading_spec`, which may be an engine's own object.
+        """Return the configuration in a tier's `offloading_spec`, which may be an engine's own object.
 
         An object without a `namespace_digest` gets a namespace that no other tier shares. A constructor that needs the
         result before `SecondaryTierManager.__init__` passes it to that in place of the object.
@@ -158,7 +158,7 @@ class SecondaryTierManager(ABC):
         tier_type: The name under which the tier was registered, for messages and counters.
 
     Attributes:
-        tier_spec: The configuration, whatever was passed.
+        tier_spec: The tier's configuration, from any object that was passed.
     """
 
     is_nonblocking: ClassVar[bool] = False
@@ -203,7 +203,7 @@ class SecondaryTierManager(ABC):
         return 0
 
     def explain_failure(self, reason: str) -> str:
-        """Return what failed last for a job's `reason`, and what to do, for the log; empty if that is not known.
+        """Return the last failure for a job's `reason` and its remedy, for the log; empty if that is not known.
 
         An empty reason stands for lookups. Reads memory only. A tier that is not `is_nonblocking` is not asked.
         """
@@ -218,7 +218,7 @@ class SecondaryTierManager(ABC):
         """Note the use of blocks, for tiers that evict by use, or by age.
 
         The blocks were used in a tier above, such as the primary one, or named by the engine. They come a few times a
-        second, 512 at most, without a request: those that were used last first, and those of a request head first.
+        second, 512 at most, without a request: the last used first, and the blocks of a request head first.
         """
         return
 
@@ -272,7 +272,7 @@ class SecondaryTierManager(ABC):
         return False
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return what the tier removed since the last call, and with `reports_stored` also what it stored.
+        """Return the blocks that the tier removed since the last call, and with `reports_stored` also the stored ones.
 
         The manager uses only `keys` and `removed`. It drops events from before a `reset_cache`, and reports the reset.
         """

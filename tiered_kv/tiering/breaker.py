@@ -26,7 +26,7 @@ class Breaker:
     def __init__(self, failures_max: int, cooldown_s: float) -> None:
         self.state = BreakerState.CLOSED
         self.times_opened = 0
-        self.cause = ""  # of the last failure since a success that is known
+        self.cause = ""  # the known cause of the last failure since a success
         self._failures_max = failures_max
         self._cooldown_s = cooldown_s
         self._failures = 0
@@ -42,7 +42,7 @@ class Breaker:
         """Note that a job or lookup failed, or was not answered in time, and why, in words for the log."""
         self.cause = cause or self.cause
         if self.state is BreakerState.OPEN:
-            return  # of a job from before it opened, which must not delay the probe
+            return  # the failure of a job from before it opened: it must not delay the probe
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
             self.times_opened += 1

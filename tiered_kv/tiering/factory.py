@@ -122,7 +122,7 @@ def where_of(settings: TierSettings) -> str:
 
 
 def _shut_down(tier: SecondaryTierManager) -> None:
-    with suppress(Exception):  # of a third-party tier that was opened too late
+    with suppress(Exception):  # a third-party tier that was opened too late
         tier.shutdown()
 
 

@@ -48,10 +48,10 @@ class JobOwner(Protocol):
     """The object that submitted a job. `GuardedTier.poll` reports the job's end to it."""
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
-        """Process a job that the tier has reported; also one that has expired before, whose result is ignored."""
+        """Process a job that the tier has reported; also one that has expired before; then the result is ignored."""
 
     def expired(self, job: SubmittedJob) -> None:
-        """Process a job whose deadline has passed. Its blocks are in quarantine until `ended`."""
+        """Process a job at its deadline. Its blocks are in quarantine until `ended`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -282,7 +282,7 @@ class GuardedTier:
         return ended
 
     def _expire(self, now_s: float) -> list[SubmittedJob]:
-        """Return the jobs whose deadline has passed since the last call; their blocks are now in quarantine."""
+        """Return the jobs that have passed their deadline since the last call; their blocks are now in quarantine."""
         jobs = self._unexpired.values()
         expired = [*itertools.takewhile(lambda job: (job.metadata.deadline or 0.0) <= now_s, jobs)]
         for job in expired:
@@ -347,7 +347,7 @@ class GuardedTier:
         return self._relocated_blocks
 
     def _ask(self, name: str, check: Callable[[Any], T], otherwise: T) -> T:
-        """Return what a method or property of the tier says; `otherwise` after an exception, which is counted."""
+        """Return the value of a method or property of the tier; `otherwise` after an exception, which is counted."""
         try:
             found = getattr(self.tier, name)
             return check(found() if callable(found) else found)

@@ -17,13 +17,13 @@ from tiered_kv.tiering.pace import EngineCost
 
 
 class CacheManager(OffloadingManager):
-    """What an engine calls: an `OffloadingManager` with secondary tiers, its own or those of a host's cache.
+    """The manager that an engine calls: an `OffloadingManager` with secondary tiers, its own or a host's.
 
     All methods belong to one thread, the scheduler's, unless they say otherwise. Only `shutdown` waits.
 
     Attributes:
-        cost: What computing costs the engine, which an engine that measures it keeps up to date.
-        registry: What the manager counts; any thread may take a snapshot of it.
+        cost: The cost of computing. An engine that measures it keeps it up to date.
+        registry: The manager's counts; any thread may take a snapshot of it.
     """
 
     cost: EngineCost
@@ -59,7 +59,8 @@ class CacheManager(OffloadingManager):
         """End the prefetch of a request: from now on it looks its blocks up itself."""
 
     def ask_known(self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Ask which blocks are stored, of those that the engine has itself and will offer; `keys` returns them."""
+        """Ask which blocks are stored, among the blocks that the engine has itself and will offer; `keys` returns
+        them."""
         return  # a stack knows without asking
 
     @abstractmethod
@@ -81,7 +82,7 @@ class CacheManager(OffloadingManager):
 
     @abstractmethod
     def poll(self) -> None:
-        """Take note of what has ended, and of passed deadlines; part of `on_schedule_end`."""
+        """Process ended jobs and passed deadlines; part of `on_schedule_end`."""
 
     @abstractmethod
     def outdate(self, req_context: ReqContext) -> None:
@@ -97,7 +98,7 @@ class CacheManager(OffloadingManager):
 
 
 class CalledManager(CacheManager):
-    """What the calls of a program need besides: `put` and `get`, of several threads under one lock."""
+    """The methods that a program's `put` and `get` need besides; several threads call, under one lock."""
 
     @property
     @abstractmethod
@@ -116,7 +117,8 @@ class CalledManager(CacheManager):
 
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return `lookup` of each key up to the first block that no tier has, and None for what tiers have behind it.
+        """Return `lookup` of each key up to the first block that no tier has, and None for later blocks that tiers
+        have.
 
         These blocks are not promoted. The missing ones behind it are looked up too: they are counted, and explained.
         While room is lacking for a block, in memory or in a tier's budget, the answer is None. The request then waits

@@ -1,4 +1,4 @@
-"""An isolated tier: a tier whose methods may block, on a thread of its own.
+"""An isolated tier: a tier that may block, on a thread of its own.
 
 `GuardedTier` wraps each tier that is not `is_nonblocking`, and calls the wrapper on the scheduler's thread. Every call
 except `describe` becomes a message to the tier's thread. These things stay true:
@@ -78,7 +78,7 @@ class IsolatedTier(WrapperTier):
         self._stores: deque[tuple[int, JobMetadata | ReqContext]] = deque()
         """Stores, and after the last store of a request its context, to report its end; each with the resets before."""
         self._has_probe = False
-        self._questions: deque[Question] = deque()  # of the last probe; owned by the tier's thread
+        self._questions: deque[Question] = deque()  # the last probe's; owned by the tier's thread
         self._results: deque[JobResult] = deque()
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._absent: deque[OffloadKey] = deque(maxlen=EVENTS_MAX)
@@ -340,7 +340,7 @@ class IsolatedTier(WrapperTier):
         self._resets_done += 1
 
     def _attempt(self, method: str, call: Callable[..., object], *arguments: Any) -> None:
-        """Make a call whose exceptions are only noted."""
+        """Make a call; note its exceptions, and go on."""
         try:
             call(*arguments)
         except BaseException:

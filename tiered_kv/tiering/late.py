@@ -46,7 +46,7 @@ class LateTier(SecondaryTierManager):
 
     def __init__(
         self,
-        offloading_spec: Any,  # Any: as `SecondaryTierManager`
+        offloading_spec: Any,  # Any: see `SecondaryTierManager`
         primary_kv_view: memoryview,
         tier_type: str,
         settings: TierSettings,
@@ -58,7 +58,7 @@ class LateTier(SecondaryTierManager):
         self.takes_offsets = takes_offsets
         self.failure = "it has not answered yet"
         """Why the tier is not open."""
-        self._refusal: ConfigError | None = None  # of the first try
+        self._refusal: ConfigError | None = None  # the first try's
         self._settings = settings
         self._on_finished = self.tier_spec.on_finished
         self._inner: SecondaryTierManager | None = None  # the manager's thread sets it

@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 
 class Outages:
-    """What the log says of one tier. The manager's thread calls; `now_s` is by its clock.
+    """The log's lines about one tier. The manager's thread calls; `now_s` is by its clock.
 
     Args:
         settings: Stores that find no room for its `breaker_cooldown` are logged.
-        explain: As `SecondaryTierManager.explain_failure`; any value may come from a tier.
+        explain: See `SecondaryTierManager.explain_failure`; any value may come from a tier.
     """
 
     def __init__(

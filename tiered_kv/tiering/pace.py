@@ -1,7 +1,7 @@
 """The pace of loads: whether a load arrives sooner than the engine computes its blocks.
 
-`Search` and `Promotions` ask, and `GuardedTier` adds measured times, all on the scheduler's thread. It answers from
-what it has measured, in a few operations. An unknown pace never refuses a load for good: a few loads are made to learn.
+`Search` and `Promotions` ask, and `GuardedTier` adds measured times, all on the scheduler's thread. It answers from its
+measurements, in a few operations. An unknown pace never refuses a load for good: a few loads are made to learn.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def computed_blocks(keys: Iterable[OffloadKey]) -> int:
 
 @dataclass(slots=True)
 class EngineCost:
-    """What computing costs an engine, in seconds. The manager's thread writes it. Several engines have one each."""
+    """An engine's costs of computing, in seconds. The manager's thread writes it. Several engines have one each."""
 
     block_s: float = math.inf
     """Time to compute a block; infinite if every load is worth its wait."""
@@ -61,7 +61,7 @@ class EngineCost:
         return self.block_s < math.inf
 
     def take(self, other: EngineCost) -> None:
-        """Become equal to another one, for all who hold this one."""
+        """Become equal to another one, for all holders of this one."""
         for name in EngineCost.__slots__:
             setattr(self, name, getattr(other, name))
 
@@ -91,8 +91,8 @@ class Pace:
 
     Both are a least-squares fit over the last loads. The size of a load is the number of blocks in flight at its
     submission, including its own: it waits for the loads before it. Stores share the device, so as many of their blocks
-    count too. The time of the tier's answers to lookups is estimated too. One tier has one estimate for
-    all engines, but each engine its own cost. `cost` serves requests whose engine reports none.
+    count too. The time of the tier's answers to lookups is estimated too. One tier has one estimate for all engines,
+    but each engine its own cost. `cost` serves the requests of an engine that reports none.
     """
 
     def __init__(self, cost: EngineCost) -> None:
@@ -164,8 +164,8 @@ class Pace:
 
         if is_worth(blocks):
             return blocks
-        # A block saves more the further behind it is. So where all are not worth their wait, only those are that arrive
-        # while the engine is busy.
+        # A later block saves more. So where not all blocks are worth their wait, only the blocks are that arrive while
+        # the engine is busy.
         first, end = 0, 0 if is_whole else blocks
         while end - first > 1:
             middle = (first + end) // 2

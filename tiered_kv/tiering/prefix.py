@@ -1,6 +1,6 @@
 """The manager of lists of block hashes (`tiered_kv.abstract`), over a manager of single keys.
 
-An engine's scheduler thread calls it, as it would call the manager below it. Nobody else calls that manager.
+An engine's scheduler thread calls it, as it would call the manager below it. It has no other caller.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PrefixOffloadingManager(OffloadingManager):
     `reset_cache`. Shut it down by itself.
 
     Args:
-        manager: As `EngineStack.manager`. Open its stack with `enable_events` for `take_events`.
+        manager: See `EngineStack.manager`. Open its stack with `enable_events` for `take_events`.
         group_idx: The KV cache group of the hashes.
     """
 
@@ -61,7 +61,7 @@ class PrefixOffloadingManager(OffloadingManager):
         keys = self._keys(block_hashes)
         output = self.manager.prepare_store(keys, self._context)
         if output is None:
-            self.manager.poll()  # blocks that have reached their tiers may be evicted, also if nobody looks up
+            self.manager.poll()  # blocks that have reached their tiers may be evicted, also without a lookup
             output = self.manager.prepare_store(keys, self._context)
         if output is None:
             return None

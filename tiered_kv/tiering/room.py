@@ -41,7 +41,7 @@ class RoomQueue:
             state.loads.lacking = key, guarded if is_budget else None
 
     def note(self, state: RequestState, needed: OffloadKey | None) -> None:
-        """Note what a lookup has found; `needed` is the first block that is not ready."""
+        """Note the result of a lookup; `needed` is the first block that is not ready."""
         lacking = state.loads.lacking
         if lacking is None or needed is None or self._may_come(needed, state):
             self.leave(state)

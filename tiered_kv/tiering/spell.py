@@ -64,7 +64,7 @@ class Spell:
         self._say(f"{self._head}{again}: {self._about}")
 
     def end(self, now_s: float, lost: Lost, line: Callable[[float, Lost], str]) -> None:
-        """Note that it ends. If its begin was logged, log `line` of its seconds and of what was lost meanwhile."""
+        """Note that it ends. If its begin was logged, log `line` with its seconds and its losses."""
         if self.is_on:
             self.is_on = False
             self._unsaid += not self._is_logged

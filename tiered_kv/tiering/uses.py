@@ -22,7 +22,7 @@ from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 INTERVAL_S: Final = 0.25
 """How often tiers are told, at least."""
 STORED_SHARE: Final = 4
-"""They are told sooner once one row of the primary tier in so many was stored: stores are what makes tiers evict."""
+"""They are told sooner once one row of the primary tier in so many was stored: tiers evict because of stores."""
 NOTED_MAX: Final = 4096
 """Keys that are gathered between two times; of one call even more. Others are not noted: a hot block is used again."""
 TOLD_AT_ONCE: Final = 512
@@ -35,7 +35,7 @@ PAUSE_MAX_S: Final = 64.0
 """How long nothing is offered again after a failure, at most; 1 s after the first, and twice as long after each."""
 EVICTED_SHARE: Final = 4
 """One row of the primary tier in so many may be stored again at once because a tier has evicted its block. Over time it
-is one primary tier an hour: a tier that is smaller than what is hot must not be written without end."""
+is one primary tier an hour: a tier that is smaller than the hot blocks must not be written without end."""
 _EVICTED_MIN: Final = 64
 _HOUR_S: Final = 3600.0
 
@@ -69,7 +69,7 @@ class Uses:
             self._tell_s = self.due_s = 0.0
 
     def act(self, now_s: float) -> None:
-        """Tell the tiers if it is time, and offer lacking blocks to those that store nothing now."""
+        """Tell the tiers if it is time, and offer lacking blocks to the tiers that store nothing now."""
         if now_s >= self._tell_s:
             self.tell(now_s)
         for lacked in self._tiers:
@@ -85,7 +85,7 @@ class Uses:
         if self._noted:
             noted, self._noted, self._room = self._noted, [], NOTED_MAX
             told = self._told
-            # The last use first, each with its head first, as `touch` is documented.
+            # The last use first, each with its head first: see `SecondaryTierManager.touch`.
             keys = [key for key in dict.fromkeys(itertools.chain.from_iterable(reversed(noted))) if key not in told]
             if most is not None and len(keys) > most and len(told) < WANTED_MAX:
                 del keys[most:]

@@ -23,7 +23,7 @@ def _passed_on(name: str) -> Any:  # Any: a method as the contract has it
 class WrapperTier(SecondaryTierManager):
     """Passes every call to the wrapped tier, on the caller's thread. A subclass overrides the calls that it changes.
 
-    A subclass may set `is_nonblocking` only if its own methods and those of the wrapped tier return at once.
+    A subclass may set `is_nonblocking` only if its own methods and the wrapped tier's return at once.
 
     Args:
         inner: The wrapped tier, which is shut down with the wrapper.

@@ -32,7 +32,7 @@ PRIOR_BLOCKS: Final = 64.0
 OFFERS_MAX: Final = 1 << 16
 """Offers that are remembered, in about 20 MiB."""
 REQUESTS_MAX: Final = 1 << 14
-"""Requests whose decision is remembered."""
+"""Decisions that are remembered, by request."""
 SIZES: Final = (0.5, 1.0, 2.0)
 """Bounds of the size classes of requests: their number of new blocks, as a multiple of the mean."""
 SHARED_HEAD: Final = 0.25
@@ -75,7 +75,7 @@ class _Request:
 
 
 class WriteBudget(Admission):
-    """Admits the requests whose blocks bring most hits for their bytes, within a rate.
+    """Admits the requests that bring most hits for their bytes, within a rate.
 
     At most `hour_bytes` are admitted in any hour. Blocks that the tier moves count too, from the next minute on. The
     budget begins as if the hour before had used it up evenly. Blocks admitted before a restart are unknown, so an hour
@@ -113,8 +113,8 @@ class WriteBudget(Admission):
         self._decided = 0  # requests with new blocks
         self._position_mean = self._count_mean = 0.0
         self._minutes_seen = 0
-        self._wanted = [0] * GROUPS  # blocks offered in this minute, without those after a refused one
-        self._rates = [0.0] * GROUPS  # of `_wanted`, in blocks a minute
+        self._wanted = [0] * GROUPS  # blocks offered in this minute, up to the first refused one
+        self._rates = [0.0] * GROUPS  # the rates of `_wanted`, in blocks a minute
         self._seen = [0.0] * GROUPS  # blocks offered, with decay
         self._returned = [0.0] * GROUPS  # blocks that were asked for again, with decay
         self._parts = [1.0] * GROUPS  # the part of each group that is admitted

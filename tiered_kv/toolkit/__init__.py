@@ -1,4 +1,4 @@
-"""What the author of a tier builds on; docs/how-to/writing-a-tier.md shows how.
+"""The base of a tier that an author writes; docs/how-to/writing-a-tier.md shows how.
 
 A plugin's modules import it. `BlockingTier` and `AsyncTier` have two sides: the scheduler's thread queues jobs and
 takes results, and workers (threads, or an event loop) call the author's methods. What must stay true: the scheduler's
@@ -15,12 +15,12 @@ record          the block record, and how it is verified
 codecs          compression and encryption of blocks
 encryption      the envelope of an encrypted block
 zstd            the codec `zstd`
-epoch           what separates blocks from before a reset from those after it
+epoch           separates blocks from before a reset from later ones
 claimed         a directory that belongs to one type of tier
 small_files     files that are replaced in one step
 touches         uses of blocks, noted in a storage in the background
 resolver        connections to servers, with deadlines
-failure_texts   what failed last, in sentences for the log
+failure_texts   the last failures, in sentences for the log
 administration  survey, verify and purge of a storage without a stack
 listed          all three, for a storage that lists its entries
 keys_only       tiers without bytes, for `tiered-kv simulate`

@@ -7,8 +7,8 @@
 
 The commands of `tiered_kv.cli` that look into a storage call it, each on one thread, while other processes may use the
 storage. A reset of the cache only makes blocks unreachable. A purge deletes their bytes, and checks whether any are
-left. Every call ends by its deadline. `tiered_kv.toolkit.listed` does all three for a storage whose entries can be
-listed and deleted.
+left. Every call ends by its deadline. `tiered_kv.toolkit.listed` does all three for a storage that can list and delete
+its entries.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StoredNamespace:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """What a purge deleted of one namespace; None means unknown."""
+    """The result of a purge of one namespace; None means unknown."""
 
     blocks: int | None
     size_bytes: int | None
@@ -82,7 +82,7 @@ class SurveyedSegments:
     files: int
     free: int  # files without a block
     unusable: int  # files without a valid header; the tier deletes them when it opens
-    size_bytes: int  # of all files
+    size_bytes: int  # the sum over all files
     filled_bytes: int  # the part of it that has been written
     left_out: int = 0  # files that are filled no further, since the disk refuses writes to a place in them
 
@@ -184,10 +184,10 @@ class TierAdministration(ABC):
 
     @abstractmethod
     def survey(self, deadline: float, only: str | None = None) -> Survey:
-        """Count the contents of the storage, or only those of one digest, without changes. Processes may use it."""
+        """Count the contents of the storage, or of one digest only, without changes. Processes may use it."""
 
     def namespaces(self, deadline: float) -> Sequence[StoredNamespace]:
-        """Return the namespaces of the storage, with their readable forms; by default those of a survey.
+        """Return the namespaces of the storage, with their readable forms; by default the ones of a survey.
 
         A subclass that can list them without counting blocks leaves the counts unknown.
         """
@@ -196,13 +196,13 @@ class TierAdministration(ABC):
     def verify(self, digest: str, verification: Verification, deadline: float) -> None:
         """Read all blocks of one namespace, and `note` each; delete a block if `note` returns True. Optional.
 
-        Memory is bounded by a few blocks, whatever sizes the storage claims. `verification` has the results, also after
-        an exception. Raises `NotImplementedError`: tiers of this type cannot be verified.
+        It uses memory for a few blocks at most, even if the storage claims wrong sizes. `verification` has the results,
+        also after an exception. Raises `NotImplementedError`: tiers of this type cannot be verified.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close what was opened; by default nothing."""
+        """Close open files and connections; by default there are none."""
         return
 
     def check_time(self, deadline: float, operation: str) -> None:

@@ -1,4 +1,4 @@
-"""The base of tiers whose client uses asyncio.
+"""The base of tiers that use an asyncio client.
 
 The scheduler's thread queues jobs and takes results (`queued`). One thread with an event loop calls the author's
 coroutines. No coroutine touches a block after its part was reported. It is a module of its own, so that only its users
@@ -80,9 +80,9 @@ class _EventLoop(asyncio.SelectorEventLoop):
 
 
 class AsyncTier(QueuedTier):
-    """A tier whose author writes coroutines. They all run on one event loop, in a daemon thread.
+    """A tier for an author who writes coroutines. They all run on one event loop, in a daemon thread.
 
-    Jobs are cut into parts, of which as many run at once as `blocks_in_flight_max` allows. Lookups go before loads and
+    Jobs are cut into parts. As many parts run at once as `blocks_in_flight_max` allows. Lookups go before loads and
     loads before stores, and stores leave room for one part of a load. An exception fails the part it was raised in.
 
     A coroutine that has not returned by the deadline of its job is cancelled. Its job is reported when the coroutine
@@ -129,7 +129,7 @@ class AsyncTier(QueuedTier):
         self._client_opening = asyncio.Lock()
         self._loop_stop = asyncio.Event()
 
-    # What an author writes. All run on the event loop.
+    # The author writes these coroutines. All run on the event loop.
 
     async def open(self) -> None:
         """Connect; awaited before the first use. If it raises, that use fails, and the next use tries again."""
@@ -137,15 +137,15 @@ class AsyncTier(QueuedTier):
 
     @abstractmethod
     async def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        """As `BlockingTier.store_blocks`."""
+        """See `BlockingTier.store_blocks`."""
 
     @abstractmethod
     async def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        """As `BlockingTier.load_blocks`. If cancelled, end when nothing writes to `blocks`: see `uninterrupted`."""
+        """See `BlockingTier.load_blocks`. If cancelled, end when nothing writes to `blocks`: see `uninterrupted`."""
 
     @abstractmethod
     async def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """As `BlockingTier.contains_blocks`."""
+        """See `BlockingTier.contains_blocks`."""
 
     async def close(self) -> None:
         """Disconnect; awaited once, if `open` succeeded, when nothing else runs."""

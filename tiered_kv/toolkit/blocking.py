@@ -25,7 +25,7 @@ _STOP = False
 
 
 class BlockingTier(QueuedTier):
-    """A tier whose author writes blocking methods. Worker threads call them, several at a time.
+    """A tier for an author who writes blocking methods. Worker threads call them, several at a time.
 
     Jobs are cut into parts, so that all threads serve one large job. If many small jobs wait, one call gets the blocks
     of several. Lookups go before loads and loads before stores. With several threads, stores leave one of them free,
@@ -83,7 +83,7 @@ class BlockingTier(QueuedTier):
         self._threads_running = 0
         self._is_stopping = False
 
-    # What an author writes. Worker threads call it.
+    # The author writes these methods. Worker threads call them.
 
     @abstractmethod
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
@@ -97,7 +97,7 @@ class BlockingTier(QueuedTier):
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         """Load blocks into `blocks`, which are as in `store_blocks` but writable.
 
-        A key whose block is absent or fails verification is not successful.
+        If a block is absent or fails verification, its key is not successful.
         """
 
     @abstractmethod
@@ -197,7 +197,7 @@ class BlockingTier(QueuedTier):
             if is_store:
                 self._part_queue.begin_stores()
             return checked_outcome(transfer(keys, [block for part in parts for block in self._blocks_of(part)]), keys)
-        except BaseException as error:  # whatever it is, the thread continues
+        except BaseException as error:  # of any kind: the thread continues
             return Outcome((), self._note_error(transfer.__name__, error))
         finally:
             if is_store:

@@ -1,7 +1,7 @@
 """A claimed directory: a marker file in it says which type of tier keeps its blocks there.
 
-A tier calls it while it opens, and later to make again what somebody has deleted. Any thread but the scheduler's may
-call: each call may wait for the file system. A directory that is not this tier's is refused, and no byte in it changes.
+A tier calls it while it opens, and later to replace deleted files. Any thread but the scheduler's may call: each call
+may wait for the file system. A directory that is not this tier's is refused, and no byte in it changes.
 
 A tier opens its directory in these steps. If it has a lock, it takes it between steps 2 and 3.
 
@@ -51,7 +51,7 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    digest: bytes  # of the namespace, 16 bytes
+    digest: bytes  # 16 bytes, of the namespace
     namespace: Mapping[str, object]  # its readable form
     block_bytes: int
 
@@ -152,7 +152,7 @@ class ClaimedDirectory:
             check_directory(fd, self.path, names)
 
     def mark(self, fd: int, fields: Mapping[str, object]) -> Mapping[str, object] | None:
-        """Return the marker's fields; without a marker, write one and return None. Raises as `marker`."""
+        """Return the marker's fields; without a marker, write one and return None. Raises: see `marker`."""
         found = self.marker(fd)
         if found is None:
             # Flushed: a power failure may leave an empty marker, which would make the directory unusable.

@@ -88,7 +88,7 @@ class Draft(NamedTuple):
     """A block before it is stored: compressed, and not yet encrypted. The length of its payload is known."""
 
     codec_id: int
-    raw_bytes: int  # of the block
+    raw_bytes: int  # the block's size
     content: memoryview  # the payload before encryption; it may be the block itself
     cipher: Cipher | None = None  # None if it is not encrypted
 

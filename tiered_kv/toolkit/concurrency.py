@@ -14,7 +14,7 @@ VERDICT_PARTS: Final = 8  # parts at one limit, after which its rate is known
 GAIN_MIN: Final = 1.4  # the rate at twice as many parts at once, over the rate before, from which they stay
 PAUSE_MAX: Final = 64  # verdicts between two trials, at most; each trial that gains nothing doubles their number
 STALL_S: Final = 1.0
-"""After this time in which no part begins or ends, those that run hang, perhaps for ever: one more may run."""
+"""If no part begins or ends in this time, the running parts hang, perhaps for ever: one more may run."""
 
 
 class StoreConcurrency:
@@ -44,11 +44,11 @@ class StoreConcurrency:
     def end(self, blocks: int, *, is_behind: bool) -> bool:
         """Note the end of a part of `blocks` blocks; return whether the limit has risen.
 
-        Only parts while others wait (`is_behind`) tell what the storage can do.
+        Only parts while others wait (`is_behind`) show the storage's rate.
         """
         self._tick()
         self._running -= 1
-        if not is_behind:  # one suffices again, beside those that may hang
+        if not is_behind:  # one suffices again, beside the parts that may hang
             self._parts = self._blocks = 0
             self._busy_s = 0.0
             self.limit = min(self._running + 1, self.limit_max)

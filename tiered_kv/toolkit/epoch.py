@@ -1,4 +1,4 @@
-"""The epoch of a namespace: it separates the blocks from before a reset from those after it.
+"""The epoch of a namespace: it separates the blocks from before a reset from later blocks.
 
 An epoch is a random *value* in the name of every block. A reset draws another value, so no process asks for the older
 names again. The storage keeps a small *mark*, from which later processes learn which epoch to join.
@@ -12,11 +12,11 @@ Rules:
    After a change of weights, other servers may still store blocks of the old ones for a while.
 2. A process never joins an epoch that it has seen retired, not even after its tier was closed and opened again.
 3. A missing or damaged mark is replaced by a new one. The blocks are lost, and none comes back.
-4. A process whose mark is lost writes it again, also over a mark that it has seen retired. If another process may have
-   been reset since, it writes a new mark instead: later processes find no blocks, rather than invalid ones.
-5. A process of no reset joins an epoch that another one drew because the mark was lost, and not by a reset. Such a
-   mark has the number 0, and was drawn after its own epoch, as a value's first 8 digits say: the time in seconds. A
-   process whose epoch another one has retired does not join it. One that has been reset, or joined the epoch of a
+4. A process writes its lost mark again, also over a mark that it has seen retired. If another process may have been
+   reset since, it writes a new mark instead: later processes find no blocks, rather than invalid ones.
+5. A process of no reset joins an epoch that another one drew because the mark was lost, and not by a reset. Such a mark
+   has the number 0, and was drawn after its own epoch, as a value's first 8 digits say: the time in seconds. A process
+   does not join it if another one has retired the process's epoch. One that has been reset, or joined the epoch of a
    reset, writes its own mark again, and processes that were opened after that reset join it.
 """
 
@@ -64,7 +64,7 @@ def _drawn() -> str:
 class EpochMark:
     """An epoch as the storage keeps it."""
 
-    number: int  # of resets before it
+    number: int  # how many resets came before it
     value: str = field(default_factory=_drawn)  # 16 hexadecimal digits; by default a new one
 
     @property
@@ -185,7 +185,7 @@ class Epoch:
         return (self._mark or mark).value
 
     def saved_value(self, deadline: float) -> str:
-        """Return the epoch's value, to store with. Writes the mark first if necessary; raises as `value`."""
+        """Return the epoch's value, to store with. Writes the mark first if necessary; raises: see `value`."""
         mark = self._saved_mark()
         if mark is not None:
             self._check_if_due(deadline, self._store_pause_s)

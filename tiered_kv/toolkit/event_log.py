@@ -1,8 +1,8 @@
-"""The event log of a tier: blocks that were stored or removed, for those who follow the cache.
+"""The event log of a tier: blocks that were stored or removed, for programs that follow the cache.
 
 A tier that reports stored blocks keeps one. Workers note events under the lock of the tier's index, so events have the
-order in which the index changed. The scheduler's thread takes them, without a lock. A log nobody reads stays empty, and
-a full one loses the oldest events.
+order in which the index changed. The scheduler's thread takes them, without a lock. A log that has no reader stays
+empty, and a full one loses the oldest events.
 """
 
 from __future__ import annotations

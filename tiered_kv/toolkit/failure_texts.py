@@ -14,7 +14,7 @@ AGE_MAX_S: Final = 60.0
 KINDS_MAX: Final = 64
 """Reasons that are kept; of further ones nothing is known."""
 OF_LOOKUPS: Final = ""
-"""In place of a reason: lookups fail, for whatever reason."""
+"""In place of a reason: lookups fail, for any reason."""
 
 
 class FailureTexts:

@@ -36,7 +36,7 @@ _TOGETHER_S = 1.0  # greatest difference of the deadlines of jobs that run toget
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What `store_blocks` and `load_blocks` of a tier return.
+    """The outcome that `store_blocks` and `load_blocks` of a tier return.
 
     Args:
         successful_keys: The keys that succeeded; None if all did.
@@ -62,7 +62,7 @@ class Job:
         self.keys: Sequence[OffloadKey] = keys if isinstance(keys, Sequence) else tuple(keys)
         self.deadline = math.inf if metadata.deadline is None else metadata.deadline  # seconds of the tier's clock
         self.epoch = epoch  # the tier's, when the job was submitted
-        self.part_blocks = part_blocks  # of one part, at most
+        self.part_blocks = part_blocks  # the most of one part
         # Cursors.
         self.next_block = 0  # blocks before it have been started
         self.end_block = len(self.keys)  # blocks from here on will not be started
@@ -102,7 +102,7 @@ class Part:
 
 
 def checked_outcome(returned: object, keys: Sequence[OffloadKey]) -> Outcome:
-    """Return what `store_blocks` or `load_blocks` returned, without keys that were not requested."""
+    """Return the outcome of `store_blocks` or `load_blocks`, without keys that were not requested."""
     if not isinstance(returned, Outcome):
         return Outcome((), "bad_outcome")
     if returned.successful_keys is None:
@@ -115,10 +115,10 @@ def checked_outcome(returned: object, keys: Sequence[OffloadKey]) -> Outcome:
 
 
 def checked_presence(returned: object, keys: Sequence[OffloadKey]) -> list[bool]:
-    """Return what `contains_blocks` returned; all False if that is invalid."""
+    """Return the answers of `contains_blocks`; all False if they are invalid."""
     if not isinstance(returned, Sequence | np.ndarray) or isinstance(returned, str) or len(returned) != len(keys):
         return [False] * len(keys)
-    # A text is true, whatever it says.
+    # A text is true, even "no".
     return [isinstance(answer, (int, np.generic)) and bool(answer) for answer in returned]
 
 
@@ -139,8 +139,8 @@ class PartQueue:
     Workers take jobs in parts, so that all of them serve one large job. The scheduler adds jobs without the lock: a
     worker that holds the lock, and has lost the interpreter, cannot delay it. The lock is held for a few assignments.
 
-    Any thread calls `wake`, which must not wait, if one more worker may find a part. As many parts of stores run at
-    once as `concurrency` says, so that slow stores leave a worker to loads.
+    Any thread calls `wake`, which must not wait, if one more worker may find a part. `concurrency` limits the parts of
+    stores that run at once, so that slow stores leave a worker to loads.
     """
 
     def __init__(self, wake: Callable[[], None], concurrency: StoreConcurrency) -> None:
@@ -157,7 +157,7 @@ class PartQueue:
     def put(self, job: Job) -> None:
         """Add a job that has at least one block."""
         self._queue_of(job).append(job)
-        # Without the lock: the job is queued, so if the limit is reached, the worker whose part ends wakes one.
+        # Without the lock: the job is queued, so if the limit is reached, the next worker that ends a part wakes one.
         if job.metadata.is_promotion or self._stores_running < self._concurrency.limit or self._concurrency.has_stalled:
             self._wake()
 

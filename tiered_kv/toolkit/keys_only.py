@@ -26,8 +26,8 @@ class KeyStore:
     as `TierType.key_store`. Compression is not simulated.
 
     `settings` is the tier's YAML entry; `clock` returns seconds, in the time of the requests. Moved blocks are written
-    ones that only moved inside the tier; `lookup_requests` are those that lookups sent to a server.
-    Raises `ConfigError`: the capacity does not hold a block.
+    ones that only moved inside the tier; `lookup_requests` counts the requests that lookups sent to a server. Raises
+    `ConfigError`: the capacity does not hold a block.
     """
 
     evicts_by_use: ClassVar[bool] = True
@@ -77,7 +77,7 @@ class KeyStore:
         """Count the requests to a server for a lookup of the first `count` blocks of a prompt."""
 
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Store blocks of one prompt, in its order, and return those that are stored now."""
+        """Store blocks of one prompt, in its order, and return the stored ones."""
         records = self._written_s
         for key in reversed(keys):  # the tail of a prompt is evicted before its head
             if self.has(key):

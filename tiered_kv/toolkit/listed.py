@@ -44,8 +44,8 @@ class Entry(NamedTuple):
     is_block: bool = False  # and not a mark, a readable form or a file that is being written
     written_s: float | None = None  # how long ago
     used_s: float | None = None
-    where: Any = None  # what the storage needs beside the name to read and delete it
-    key: bytes = b""  # of a block, if the storage has keys
+    where: Any = None  # a value that the storage needs beside the name, to read and delete the entry
+    key: bytes = b""  # the block's, if the storage has keys
     stays: bool = False  # whether a purge leaves it, such as a directory
 
 
@@ -71,7 +71,7 @@ class ListedStorage(TierAdministration):
         """Return the mark of a namespace's epoch."""
 
     def digests(self, deadline: float) -> Iterable[str]:
-        """Yield the digests of the namespaces that may have a readable form; by default those of all entries."""
+        """Yield the digests of the namespaces that may have a readable form; by default the digests of all entries."""
         return (each.digest for batch in self.entries(None, deadline) for each in batch if each.digest is not None)
 
     @abstractmethod
@@ -92,7 +92,8 @@ class ListedStorage(TierAdministration):
         """
 
     def opened(self, operation: str) -> AbstractContextManager[bool]:
-        """Hold what `purge`, `survey`, `verify` or `repair` needs; whether there is a storage at all."""
+        """Hold the locks and connections that `purge`, `survey`, `verify` or `repair` needs; whether there is a storage
+        at all."""
         return nullcontext(True)
 
     def purge(self, digest: str, deadline: float) -> Purged:

@@ -38,7 +38,7 @@ _log = logging.getLogger("tiered_kv.toolkit")
 NO_ROW: Final = "no_row"
 """The reason for jobs that name rows outside of the memory. The engine's fault, so the breaker ignores it."""
 _ROWS_LOGGED: Final = 16
-# Of the job or lookups that a thread or task serves: see the properties of `QueuedTier`.
+# For the job or the lookups that a thread or task serves: see the properties of `QueuedTier`.
 PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
 PROBE_REQ_IDS: ContextVar[Sequence[str]] = ContextVar("tiered_kv_probe_req_ids", default=())
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
@@ -56,7 +56,7 @@ def block_bytes_of(primary_kv_view: memoryview) -> int:
 
 
 class QueuedTier(SecondaryTierManager):
-    """What `BlockingTier` and `AsyncTier` share; not for authors to subclass directly.
+    """The shared part of `BlockingTier` and `AsyncTier`; not for authors to subclass directly.
 
     The scheduler's thread calls the public methods. It shares only `_part_queue`, `_batched_lookups` and `_job_results`
     with the workers.
@@ -206,7 +206,7 @@ class QueuedTier(SecondaryTierManager):
         self._primary_flat.release()
 
     def _expire(self, now: float) -> None:
-        """Cancel parts that have not started, of jobs whose deadline has passed."""
+        """Cancel the parts of jobs past their deadline that have not started."""
         next_deadline = math.inf
         for job in self._jobs_in_flight.values():
             if job.deadline > now:
@@ -265,7 +265,7 @@ class QueuedTier(SecondaryTierManager):
             self._report([part.job])
 
     def _report(self, jobs: Iterable[Job]) -> None:
-        """Pass jobs whose last part has ended to `get_finished`. Any thread."""
+        """Pass ended jobs to `get_finished`. Any thread."""
         ended_s = self._clock()
         self._job_results.extend(job.result(ended_s) for job in jobs)
         if self._on_finished is not None:

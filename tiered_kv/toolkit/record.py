@@ -59,8 +59,8 @@ class RecordHeader:
     """The fields of a header, not verified. The last three have 16 bytes each."""
 
     codec_id: int
-    key_id: int  # of the key that encrypted the payload; 0 for none
-    raw_bytes: int  # of the block
+    key_id: int  # the key that encrypted the payload; 0 for none
+    raw_bytes: int  # the block's size
     payload_bytes: int
     namespace_digest: bytes  # see `tiered_kv.config.namespace`
     key_digest: bytes  # see `digest_of`
@@ -152,7 +152,7 @@ def verify_record(
     codecs: CodecSet = PLAIN,
     key_digest: bytes | None = None,
 ) -> RecordStatus:
-    """Check a whole record whose key is unknown. So the tag of an encrypted payload is not checked.
+    """Check a whole record without knowledge of its key. So the tag of an encrypted payload is not checked.
 
     `record` is header and payload, one-dimensional; `block` a buffer to decompress into, None if the size of blocks is
     unknown; `key_digest` is the digest of its key, if its name contains it.
@@ -172,7 +172,8 @@ def verify_record(
 def _checked_header(
     header: Bytes, payload: Bytes, key_digest: bytes | None, block_bytes: int | None, namespace_digest: bytes
 ) -> RecordHeader | RecordStatus:
-    """Return the header of a sound record of this block, else what is wrong. None stands for any key or size."""
+    """Return the header of a sound record of this block, else the status of its fault. None stands for any key or
+    size."""
     parsed = read_header(header)
     if isinstance(parsed, RecordStatus):
         return parsed

@@ -71,7 +71,8 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 
 def words_of(error: BaseException) -> str:
-    """Return what the operating system or TLS says in an exception and its causes, or the exception's own text."""
+    """Return the words of the operating system or of TLS in an exception and its causes, or the exception's own
+    text."""
     for each in causes_of(error):
         if isinstance(each, ssl.SSLCertVerificationError):
             return each.verify_message.rstrip(".")

@@ -41,7 +41,7 @@ _REMEDIES: Final = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ESTALE: "mount the file system again",
 }
-"""What to do, by the number of an error."""
+"""The remedy of an error, by its number."""
 _NOT_A_FILE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR})
 
 
@@ -177,7 +177,7 @@ def has_name(name: str, fd: int, *, dir_fd: int | None = None) -> bool:
     try:
         return os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=False), os.fstat(fd))
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ESTALE):  # the latter if another host has removed it
+        if error.errno in (errno.ENOENT, errno.ESTALE):  # ESTALE if another host has removed it
             return False
         raise
 
@@ -215,7 +215,7 @@ def told(error: BaseException, place: str = "") -> str:
 
 
 def remedy_for(error: OSError) -> str:
-    """Return what to do about an error, to be added to its words; empty if that is not known."""
+    """Return the remedy of an error, to be added to its words; empty if that is not known."""
     remedy = _REMEDIES.get(error.errno or 0, "")
     return remedy and f"; {remedy}"
 

@@ -1,4 +1,4 @@
-"""Touched blocks, which a background thread notes in a storage: for tiers whose storage evicts by use, or by age.
+"""Touched blocks, which a background thread notes in a storage: for tiers with storage that evicts by use, or by age.
 
 A tier calls `note` from its `touch`, on the scheduler's thread, which calls all methods but `set_interval` and does no
 I/O. Each block is noted at most once in half an interval, and keys that wait have a limit.
@@ -27,8 +27,9 @@ PAUSE_S: Final = 1.0  # between two runs of the background thread, at least
 class Touches:
     """Notes each touched block at most once in half of `interval_s`, and once in `interval_s` while it is used.
 
-    `write` is called with some blocks on the thread `name`, may do I/O, and returns those that the storage lacks. Its
-    `OSError`s and errors of this project are ignored: the next use tries again. After `stop` it is not called any more.
+    `write` is called with some blocks on the thread `name`, may do I/O, and returns the ones that the storage lacks.
+    Its `OSError`s and errors of this project are ignored: the next use tries again. After `stop` it is not called any
+    more.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Touches:
         if new := [key for key in keys if key not in young and key not in old]:
             young.update(new)
             self._waiting.append(new)
-        pause_s = min(PAUSE_S, self._interval_s / 2)  # of now: a sweep may have made the interval shorter since
+        pause_s = min(PAUSE_S, self._interval_s / 2)  # by the present interval: a sweep may have made it shorter since
         if self._waiting and now_s >= self._asked_s + pause_s and not self._is_stopped:
             self._asked_s = now_s
             self._task.ask()
@@ -83,7 +84,7 @@ class Touches:
             self._note_in_storage([*self._young, *self._old])
 
     def stop(self, timeout_s: float, *, writes_rest: bool = False) -> None:
-        """End the thread, in bounded time; `writes_rest` if it notes first what waits."""
+        """End the thread, in bounded time; `writes_rest` if it first notes the blocks that wait."""
         end_s = time.monotonic() + timeout_s
         if writes_rest and self._waiting:
             self._task.ask()

@@ -25,7 +25,8 @@ _FEW_VALUES_HASH_LOG: Final = 7
 value by its frequency, and three times as long. With a table of 128 places, few of them are found."""
 _SAMPLE_BYTES: Final = 64
 _FEW_VALUES: Final = 22
-"""Of a sample. The upper bytes of real bfloat16 keys and values have 8 to 14, those of other data types 30 or more."""
+"""Of a sample. The upper bytes of real bfloat16 keys and values have 8 to 14, the bytes of other data types 30 or
+more."""
 _WINDOW_BYTES_MIN: Final = 1 << 20
 _FRAME_LENGTH_BYTES: Final = 4
 
@@ -52,7 +53,7 @@ class _Contexts(threading.local):
 
 
 class Zstd:
-    """Compresses the bytes at even offsets and those at odd offsets separately. Any thread may call.
+    """Compresses the bytes at even offsets and the bytes at odd offsets separately. Any thread may call.
 
     In 16-bit floats one byte holds the exponent, which compresses, and the other byte mantissa, which does not.
     Separate Huffman tables save about a tenth of the block.
@@ -76,7 +77,7 @@ class Zstd:
         return b"".join((len(evens).to_bytes(_FRAME_LENGTH_BYTES, "little"), evens, odds))
 
     def decompress(self, payload: memoryview, block: memoryview) -> RecordStatus:
-        """As `CodecSet.decode`."""
+        """See `CodecSet.decode`."""
         first = _FRAME_LENGTH_BYTES + int.from_bytes(payload[:_FRAME_LENGTH_BYTES], "little")
         pairs = len(block) // 2
         decompressor = self._contexts.decompressor(len(block) - pairs)
@@ -109,7 +110,7 @@ def _every_other(block: memoryview) -> Plane:
 
 
 def _interleave(evens: Plane, odds: Plane, block: memoryview) -> None:
-    """Put together what `_every_other` has taken apart, in two passes over 16-bit words."""
+    """Undo `_every_other`, in two passes over 16-bit words."""
     pairs = len(odds)
     if pairs:
         block[0] = 0

@@ -1,4 +1,4 @@
-"""Copies within CPU memory, for an engine whose KV cache lies there.
+"""Copies within CPU memory, for an engine that has its KV cache there.
 
 The handlers of `handlers.py` submit plans on the engine's thread. One thread of each copier copies them, in the order
 of their submission. A copy that fails is reported as failed, and changes no later one.

@@ -95,7 +95,7 @@ class CudaCopier:
         try:
             self._kernel.copy(plan, self._stream)
             return True
-        except Exception as error:  # its compiler and its launcher raise what they like
+        except Exception as error:  # its compiler and its launcher raise anything
             _log.warning("the copy kernel failed, the driver copies from now on: %s: %s", type(error).__name__, error)
             self._kernel = None
             return self._driver.copy(plan, self._stream.cuda_stream)
@@ -107,7 +107,7 @@ class CudaCopier:
 class CudaCopy:
     """A plan on the side stream, between two events, which go back to `events` when it has been collected.
 
-    If the driver did not take all runs (`has_begun`), some may still be copied: the end is awaited all the same. The
+    If the driver did not take all runs (`has_begun`), some may still be copied: the end is awaited nevertheless. The
     plans are kept until then, in case the driver reads their arrays late.
     """
 

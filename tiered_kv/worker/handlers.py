@@ -36,7 +36,7 @@ class WorkerHandlers:
     load: OffloadingHandler
 
     def triples(self) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
-        """Yield (source spec type, destination spec type, handler), as `OffloadingSpec.get_handlers` does."""
+        """Yield (source spec type, destination spec type, handler); see `OffloadingSpec.get_handlers`."""
         yield GPULoadStoreSpec, CPULoadStoreSpec, self.store
         yield CPULoadStoreSpec, GPULoadStoreSpec, self.load
 

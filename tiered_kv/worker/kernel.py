@@ -16,7 +16,7 @@ PROGRAMS = 4
 WARPS = 16
 PIECE_BYTES = 4 << 10
 PIECES = 8
-"""What a program copies at once: all together 128 KiB, about what the bus moves in its latency of 2 us.
+"""The bytes that a program copies at once: all together 128 KiB, about as much as the bus moves in its latency of 2 us.
 
 The fewest that are fast: on an H200, four programs copied pages of 8 and 16 KiB at 52 and 51 of 55 GB/s, and more of
 them only slowed a matrix product down (beside stores, 1.2 times as long with four programs, 2.3 with 16).

@@ -10,13 +10,13 @@ page for each device block of the offloaded block. Pages follow each other witho
             | page 0 | page 1 | ... | page 0 | page 1 | ... |
 
 So device blocks that are neighbours on both sides can be copied as one run. A store that leaves out pages of its rows
-is refused: those pages would hold another block's bytes. Bytes of a part that a group does not use are never read.
+is refused: the pages would hold another block's bytes. Bytes of a part that a group does not use are never read.
 
 With pipeline stages a worker may have no layer of a group, and so no ref. It copies nothing for that group.
 
-A ref may have a mapping to a canonical page, whose bytes do not depend on the number of workers. Then all workers have
-one part, its pages are canonical, and a worker copies the pieces that it has. Of workers that have the same piece, the
-first stores it.
+A ref may have a mapping to a canonical page, with bytes that do not depend on the number of workers. Then all workers
+have one part, its pages are canonical, and a worker copies the pieces that it has. If several workers have the same
+piece, the first stores it.
 
 Integers only: nothing here reads memory or knows a device. The work for a job is a few array operations, whatever the
 number of its blocks.
@@ -68,7 +68,7 @@ class GroupLayout:
 
     Args:
         pieces: Of `PIECE`, of shape (pieces, 1), ready to be broadcast over blocks.
-        num_blocks: Device blocks that all of the refs have; without refs, those that all tensors have.
+        num_blocks: Device blocks that all of the refs have; without refs, the number that all tensors have.
     """
 
     pieces: np.ndarray[Any, np.dtype[np.void]]
@@ -100,7 +100,7 @@ def lay_out(
     part_offset: int = 0,
     part_bytes: int | None = None,
 ) -> BlockLayout:
-    """Return the layout of `kv_caches` in `region`; the arguments are those of `open_handlers`.
+    """Return the layout of `kv_caches` in `region`; the arguments are the ones of `open_handlers`.
 
     Raises:
         ValueError: The caches contradict themselves, or a block of them does not fit into the part.
@@ -252,7 +252,7 @@ def plan_transfer(layout: BlockLayout, kind: TransferType, spec: TransferSpec) -
         spec: Source and destination. The device's spec has `block_ids`, `group_sizes` (None for one group) and
             `block_indices` (None where each group begins an offloaded block); the region's has `block_ids`, one for
             each offloaded block that is touched, group by group. A load may read parts of its first and last row. A
-            store writes whole rows: the missing bytes would be those of the row's former block.
+            store writes whole rows: the row would keep bytes of its former block there.
 
     Raises:
         TypeError, ValueError: An argument is no spec, the specs do not fit each other or the layout, or a store

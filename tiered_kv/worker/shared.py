@@ -106,7 +106,7 @@ class SharedStack:
         A process that has joined the shared `file` already gives it. The stack owns it from now on.
 
         Raises:
-            ConfigError, TierError: As `open_engine_stack`; or the memory is in use by another run.
+            ConfigError, TierError: See `open_engine_stack`; or the memory is in use by another run.
         """
         backend = _SharedBackend(self._join(SCHEDULER, file))
         return EngineStack(self.config, backend=backend, enable_events=enable_events)
@@ -128,7 +128,7 @@ class SharedStack:
         if not 0 <= rank < self.num_workers:
             raise ValueError(f"there is no worker {rank} among {self.num_workers}")
         region = self._join(worker_party(rank), file)
-        # Equal shares, whatever `bytes_per_worker` is: it differs between workers that have different layers.
+        # Equal shares, not by `bytes_per_worker`: it differs between workers that have different layers.
         part_bytes = self.geometry.part_bytes
         try:
             return open_handlers(
@@ -299,6 +299,6 @@ class TieredOffloadingSpec(OffloadingSpec):
         """Open and return this worker's handlers.
 
         Raises:
-            ConfigError, ValueError: As `SharedStack.open_handlers`.
+            ConfigError, ValueError: See `SharedStack.open_handlers`.
         """
         return self.shared.open_handlers(kv_caches, self.vllm_config.parallel_config.rank).triples()

@@ -75,7 +75,7 @@ class KernelCopies:
 def even_out(plan: CopyPlan) -> CopyPlan:
     """Return a plan of the same copies, at most twice as many, in which no run is much longer than the mean.
 
-    The kernel spends on each run what it spends on the longest. Longer runs are cut into parts of whole words.
+    The kernel spends on each run as much as on the longest. Longer runs are cut into parts of whole words.
     """
     mean_bytes = int(plan.lengths.mean())
     limit_bytes = -(-mean_bytes // _WORD_BYTES_MAX) * _WORD_BYTES_MAX
@@ -103,7 +103,7 @@ def choose_kernels(
 
     Args:
         region_address: Where the region begins, which is pinned.
-        open_kernel, measure, driver: What tests replace.
+        open_kernel, measure, driver: The parts that tests replace.
     """
     pages = np.concatenate([group.pieces["bytes"].ravel() for group in layout.groups])
     pages = pages[pages < SHORT_RUN_BYTES]
@@ -116,7 +116,7 @@ def choose_kernels(
         # After the measurement, which has made the device's context that of this thread.
         if not _is_mapped(driver or load_driver(), region_address):
             raise ValueError("the device cannot address the region")
-    except Exception as error:  # Triton's compiler and launcher raise what they like
+    except Exception as error:  # Triton's compiler and launcher raise anything
         _log.info("the driver copies pages of any size: no kernel: %s: %s", type(error).__name__, error)
         return {}
     chosen = {kind: kernel for kind, (by_driver, by_kernel) in seconds.items() if by_driver > _GAIN_MIN * by_kernel}
@@ -145,12 +145,12 @@ def measure_both(device: torch.device, page_bytes: int, kernel: Kernel) -> Secon
 
     Raises:
         ValueError: The kernel copies wrong bytes.
-        Exception: Whatever the kernel or torch raises.
+        Exception: Any exception of the kernel or torch.
     """
     import torch
 
     num_pages = max(2, min(_SAMPLE_PAGES_MAX, _SAMPLE_BYTES // page_bytes))
-    random = np.random.default_rng(0)  # not torch's: the model's random numbers stay what they are
+    random = np.random.default_rng(0)  # not torch's: the model's random numbers stay the same
     pattern = torch.from_numpy(random.integers(0, 256, num_pages * page_bytes, dtype=np.uint8))
     on_cpu = torch.empty(pattern.shape, dtype=torch.uint8, pin_memory=True).copy_(pattern)
     on_device = torch.zeros_like(on_cpu, device=device)

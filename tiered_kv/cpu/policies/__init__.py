@@ -90,7 +90,7 @@ class CachePolicy(ABC):
 
 
 def make_policy(name: str, num_blocks: int) -> CachePolicy:
-    """Return a policy for `num_blocks` blocks by its name, as `found.policies` knows it, or by "module:Class".
+    """Return a policy for `num_blocks` blocks by its name in `found.policies`, or by "module:Class".
 
     Raises:
         ConfigError: There is no such policy, or the class is not a `CachePolicy`.
@@ -111,6 +111,6 @@ def make_policy(name: str, num_blocks: int) -> CachePolicy:
     return policy
 
 
-def _load(name: str) -> Any:  # Any: whatever the name stands for
+def _load(name: str) -> Any:  # Any: the object that the name stands for
     module_name, _, class_name = name.partition(":")
     return getattr(importlib.import_module(module_name), class_name) if class_name else policies().load(name)

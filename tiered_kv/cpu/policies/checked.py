@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 def checked_policy(policy: CachePolicy, num_blocks: int) -> CachePolicy:
-    """Return a policy that checks what `policy` does, or `policy` itself if it is built in."""
+    """Return a policy that checks `policy`, or `policy` itself if it is built in."""
     is_built_in = type(policy).__module__.startswith(f"{__package__}.")
     return policy if is_built_in else CheckedPolicy(policy, num_blocks)
 
@@ -98,7 +98,8 @@ class CheckedPolicy(CachePolicy):
             self._call(method, blocks, *arguments)
 
     def _checked(self, victims: Sequence[CPUBlock] | None, count: int, step: int) -> list[CPUBlock] | None:
-        """Return what `inner.evict` returned. Another block may be in use, or promised to a request of this step."""
+        """Return the blocks that `inner.evict` chose. Another block may be in use, or promised to a request of this
+        step."""
         if victims is None:
             if len(self.inner) != len(self._held):
                 raise ValueError(f"it returned None, and holds {len(self.inner)} blocks of {len(self._held)}")

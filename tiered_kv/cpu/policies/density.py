@@ -91,7 +91,7 @@ class DensityPolicy(CachePolicy):
         self._aging: list[deque[Tail]] = [deque() for _ in range(BUCKETS)]
         self._density = HitDensity(KINDS, KIND_GROUPS, decay=DECAY)
         self._order = TailOrder(self._density.level)
-        self._kinds = {(0, 0, 0): 0}  # of own tails, by class of `expect_return`, priority and pace
+        self._kinds = {(0, 0, 0): 0}  # the kinds of own tails, by class of `expect_return`, priority and pace
         self._priority_mean = 0.0
 
     def __len__(self) -> int:
@@ -159,7 +159,7 @@ class DensityPolicy(CachePolicy):
         if count > len(self):
             return None
         own: Tail | None = spare.note if spare is not None else None
-        # A request that stores has loaded its blocks. They leave like others: those stored last first, not its head.
+        # A request that stores has loaded its blocks. They leave like others: the last stored first, not its head.
         spared = [] if own is None else [tail for tail in (own.shared, not own.is_storing and own) if tail]
         cuts = self._order.pop(count, step, spared)
         if cuts is None:
@@ -213,7 +213,7 @@ class DensityPolicy(CachePolicy):
     def _correct(self, own: Tail, before: Tail, hints: Hints | None) -> None:
         """Compare a session's predicted return with its actual one, and correct its next prediction by the error.
 
-        The pace of a session's requests also decides its kind, whatever it predicts: predictions may be false.
+        The pace of a session's requests also decides its kind, with any prediction: predictions may be false.
         """
         gap = math.log(max(self.now_s - before.began_s, SOONEST_S))
         own.late, own.pace = before.late, gap if before.pace is None else (before.pace + gap) / 2

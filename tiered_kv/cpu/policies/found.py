@@ -1,9 +1,9 @@
-"""The eviction policies by name: the built-in ones, and those of other distributions.
+"""The eviction policies by name: the built-in ones, and the policies of other distributions.
 
 A distribution names the class of a policy in the entry point group `POLICIES`, by the name that a stack's file gives.
 The built-in policies are entry points too, of this module. The class is imported when a primary tier is made. Any
-thread may call. What must stay true: no distribution takes the name of a built-in policy, and a policy that cannot be
-imported costs nobody who does not name it.
+thread may call. What must stay true: no distribution takes the name of a built-in policy, and a broken policy fails
+only a stack that names it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FoundPolicy:
 
 
 class Policies:
-    """The policies of one process, or of one test; `installed` has those of other distributions."""
+    """The policies of one process, or of one test; `installed` has the policies of other distributions."""
 
     def __init__(self, installed: Iterable[EntryPoint] = ()) -> None:
         # An editable installation may be found twice, by its own path and by PYTHONPATH.
@@ -57,7 +57,7 @@ class Policies:
         return list(dict.fromkeys(each.name for each in self._entry_points))
 
     def load(self, name: str) -> object:
-        """Import and return what has this name, which should be a class.
+        """Import and return the object of this name, which should be a class.
 
         Raises:
             ConfigError: There is no such policy, or several distributions have one. An exception of the import, of any

@@ -51,7 +51,7 @@ class Tail:
     lost: int = 0  # evicted positions from `end` on
     shared: Tail | None = None  # the shared part of the same prefix
     share: float = 1.0  # the part of it that no request has used since
-    bucket: int = 0  # of its age
+    bucket: int = 0  # the bucket of its age
     is_aging: bool = False  # whether it will move to the next bucket
     is_storing: bool = False  # whether the request has begun to store blocks
     cell: int = -1  # where it waits for eviction; -1 while it does not wait
@@ -132,8 +132,8 @@ class _Cell:
 class TailOrder:
     """The evictable blocks by tail. The oldest tail of the lowest level loses blocks first.
 
-    Tails wait in cells, one for each group and age: cell `group * BUCKETS + bucket`. `levels` are those of the cells.
-    Owned by the manager's thread.
+    Tails wait in cells, one for each group and age: cell `group * BUCKETS + bucket`. `levels` are the levels of the
+    cells. Owned by the manager's thread.
     """
 
     def __init__(self, levels: Sequence[float]) -> None:
@@ -142,7 +142,7 @@ class TailOrder:
         self._mask = 0  # its nth bit stands for the nth cell of the order
         self._protected: dict[int, CPUBlock] = {}  # by block_id: looked up in this step
         self._hanging: dict[OffloadKey, int] = {}  # number of attached tails, by the key of their parent
-        self._blocked: dict[OffloadKey, Tail] = {}  # tails that wait for those attached to their block, by its key
+        self._blocked: dict[OffloadKey, Tail] = {}  # tails that wait for the tails attached to their block, by its key
         self._spared: Sequence[Tail] = ()
         self._orphaned: dict[Tail, None] = {}  # tails that may have orphans
         self.sort(levels)
@@ -203,7 +203,7 @@ class TailOrder:
         return taken
 
     def clear(self) -> dict[Any, Any]:  # Any: the policy's own
-        """Remove all blocks, and return those of each tail. It takes as long as there are tails."""
+        """Remove all blocks, and return them by tail. It takes as long as there are tails."""
         waiting = [tail for cell in self._cells for _, _, tail in cell.queue]
         removed: dict[Any, Any] = {}
         for tail in (*waiting, *self._blocked.values(), *self._orphaned):
@@ -295,7 +295,7 @@ class TailOrder:
     def _cut(self, tail: Tail, count: int, step: int, start: int = 0) -> list[CPUBlock]:
         """Remove up to `count` blocks from the end of a tail, down to position `start`.
 
-        A block that another tail is attached to stays, and those before it.
+        A block that another tail is attached to stays, and all blocks before it.
         """
         tail.first()
         blocks, hanging = tail.blocks, self._hanging
