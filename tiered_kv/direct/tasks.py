@@ -21,7 +21,7 @@ Done = Callable[[list[bool]], None]
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One call of a program. It has ended when no piece is open. A piece is blocks that wait, a job or a lookup."""
+    """One call of a program. It has ended when no item is open: a job, a lookup, or blocks that wait for a job."""
 
     kind: Kind
     keys: Sequence[OffloadKey]
@@ -31,7 +31,7 @@ class Task:
     begin_by_s: float = math.inf  # until when blocks wait for a job
     repeats: list[tuple[int, int]] = field(default_factory=list)  # places without a block, and whose answer they get
     answers: list[bool] = field(init=False)
-    pieces: int = 1  # open pieces; one is the call itself, until it has been divided
+    open_items: int = 1  # the call itself is one, until it has been divided
     is_outdated: bool = False  # it began before a reset
     # Of a lookup.
     asked: list[list[int]] = field(default_factory=list)  # places of keys by the tier to ask next; last: no tier left
@@ -49,7 +49,7 @@ class TierQueue:
 
     Blocks over a budget wait. They fail without a job if the tier is disabled, its breaker is open, expired jobs hold
     its budget, or they have waited too long. `load_below` is called with the blocks that this tier could not load, and
-    then `end` at the end of their piece.
+    then `end`, which ends their item.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TierQueue:
         return [task for job_id, task in self._in_flight.items() if job_id in self.guarded.jobs]
 
     def add(self, task: Task, blocks: list[CPUBlock], *, is_load: bool) -> None:
-        task.pieces += 1
+        task.open_items += 1
         self.waiting_blocks += len(blocks)
         (self._loads if is_load else self._stores).append((task, blocks))
 
@@ -141,7 +141,7 @@ class TierQueue:
             self._end(task)
 
     def _has_waiting(self, waiting: _Waiting, now_s: float) -> bool:
-        """Fail pieces that have waited too long; return whether others wait."""
+        """Fail blocks that have waited too long; return whether others wait."""
         while waiting and waiting[0][0].begin_by_s <= now_s:
             task, blocks = waiting.popleft()
             self.waiting_blocks -= len(blocks)
@@ -151,10 +151,10 @@ class TierQueue:
         return bool(waiting)
 
     def _take(self, waiting: _Waiting, room: int) -> tuple[Task, list[CPUBlock]]:
-        """Take at most `room` blocks of the first piece; without room the whole piece, which will fail."""
+        """Take at most `room` blocks of those that wait first; without room all of them, which will fail."""
         task, blocks = waiting.popleft()
         if 0 < room < len(blocks):
-            task.pieces += 1
+            task.open_items += 1
             waiting.appendleft((task, blocks[room:]))
             blocks = blocks[:room]
         self.waiting_blocks -= len(blocks)
@@ -164,5 +164,5 @@ class TierQueue:
         job = self.guarded.submit([block.key for block in blocks], blocks, task.context, self, is_promotion=is_load)
         if job is not None:
             self._in_flight[job.metadata.job_id] = task
-            task.pieces += 1
+            task.open_items += 1
         return job is not None

@@ -72,7 +72,7 @@ class TierThread:
 
     def add(self, guarded: GuardedTier) -> None:
         """Add a tier to the end of the search order; before `start`."""
-        self.queues.append(TierQueue(guarded, self._end_piece, partial(self._load_at, len(self.queues) + 1)))
+        self.queues.append(TierQueue(guarded, self._end_item, partial(self._load_at, len(self.queues) + 1)))
 
     def start(self) -> None:
         self._thread.start()
@@ -123,12 +123,12 @@ class TierThread:
     def _store(self, task: Task) -> None:
         for queue in self.queues if task.blocks else ():
             queue.add(task, task.blocks, is_load=False)
-        self._end_piece(task)
+        self._end_item(task)
 
     def _load(self, task: Task) -> None:
         for blocks in _each_key_once(task.blocks):
             self._load_at(0, task, blocks)
-        self._end_piece(task)
+        self._end_item(task)
 
     def _look_up(self, task: Task) -> None:
         task.asked = [list(range(len(task.keys))), *([] for _ in self.queues)]
@@ -147,7 +147,7 @@ class TierThread:
             queue.reset()
         for task in self._lookups:
             task.is_outdated = True
-            self._end_piece(task)
+            self._end_item(task)
         self._lookups.clear()
 
     # The thread.
@@ -197,9 +197,9 @@ class TierThread:
             queue.guarded.call("on_schedule_end")
         self._report()
 
-    def _end_piece(self, task: Task) -> None:
-        task.pieces -= 1
-        if not task.pieces:
+    def _end_item(self, task: Task) -> None:
+        task.open_items -= 1
+        if not task.open_items:
             self._ended.append(task)
 
     def _load_at(self, level: int, task: Task, blocks: list[CPUBlock]) -> None:
@@ -219,7 +219,7 @@ class TierThread:
                         task.asked[level + (is_late or answer is not None)].append(place)
         if not any(task.asked[:-1]):
             del self._lookups[task]
-            self._end_piece(task)
+            self._end_item(task)
 
     def _report(self) -> None:
         ended, self._ended = self._ended, []
@@ -260,7 +260,7 @@ class TierThread:
         for queue in self.queues:
             queue.drop_waiting()
         for task in self._lookups:
-            self._end_piece(task)
+            self._end_item(task)
         self._lookups.clear()
         self._report()
         if self._is_shut_down:
@@ -283,12 +283,12 @@ class TierThread:
 
 def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:
     """Divide blocks so that no job has a key twice: a tier could load one of two blocks, and report the key."""
-    parts: list[list[CPUBlock]] = []
+    batches: list[list[CPUBlock]] = []
     times: dict[OffloadKey, int] = {}
     for block in blocks:
         before = times.get(block.key, 0)
         times[block.key] = before + 1
-        if before == len(parts):
-            parts.append([])
-        parts[before].append(block)
-    return parts
+        if before == len(batches):
+            batches.append([])
+        batches[before].append(block)
+    return batches
