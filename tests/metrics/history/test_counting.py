@@ -29,8 +29,9 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.metrics.history.fates import CHUNK_KEYS_MAX, hashes
+from tiered_kv.metrics.history.ghosts import SIZES, Ghosts
 from tiered_kv.metrics.history.recorder import BlockHistory
-from tiered_kv.metrics.history.tables import CHUNK_KEYS_MAX, SIZES, Ghosts, hashes
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager

@@ -10,9 +10,9 @@ import pytest
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.history import ledger as ledger_module
+from tiered_kv.metrics.history.fates import CHUNK_KEYS_MAX, TICKS_PER_S, FateTable, hashes
 from tiered_kv.metrics.history.ledger import CPU, RequestLog
 from tiered_kv.metrics.history.recorder import PENDING_BATCHES_MAX, PENDING_KEYS_MAX, BlockHistory
-from tiered_kv.metrics.history.tables import CHUNK_KEYS_MAX, TICKS_PER_S, FateTable, hashes
 from tiered_kv.reasons import Fate
 from tiered_kv.stack.open import Stack
 from tiered_kv.testing.control import ManualClock

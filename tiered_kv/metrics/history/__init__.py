@@ -5,6 +5,7 @@ The history's thread takes them into the ledger, under a lock; `/status`, `/expl
 must stay true: memory is bounded, the scheduler never waits, and each missed block is counted under one reason.
 
 recorder  the queue, its thread, and the readers
-ledger    what became of blocks, the reasons of misses, the counts
-tables    eight bytes for what became of a block; ghosts of evicted blocks
+ledger    the fates of blocks, the reasons of misses, the counts
+fates     eight bytes for the fate of a block in a tier
+ghosts    estimates of the hits with another capacity
 """

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.base import OffloadKey, group_of
-from tiered_kv.metrics.history.tables import TICKS_PER_S, Fates, FateTable, Ghosts, Hashes, Mask, hashes
+from tiered_kv.metrics.history.fates import TICKS_PER_S, Fates, FateTable, Hashes, Mask, hashes
+from tiered_kv.metrics.history.ghosts import Ghosts
 from tiered_kv.reasons import TOO_SLOW, Fate, reason_of
 
 CPU: Final = 0

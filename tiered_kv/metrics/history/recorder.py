@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.metrics.history.fates import CHUNK_KEYS_MAX
 from tiered_kv.metrics.history.ledger import CPU, BatchFates, EndedRequest, Ledger, RequestLog
-from tiered_kv.metrics.history.tables import CHUNK_KEYS_MAX
 from tiered_kv.reasons import Fate
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.system.threads import give_way, start_thread
