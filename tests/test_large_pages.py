@@ -56,7 +56,7 @@ def test_memory_disk_and_server_are_right_where_a_page_has_16_KiB(tmp_path: Path
     install(machine / "site", "--no-deps", "--no-build-isolation", "--upgrade", str(ROOT))
     limits = {"VM_COPY": str(machine), "VM_SECONDS": str(MACHINE_S), "VM_CPUS": "1", "VM_MIB": "2048"}
     done = subprocess.run(
-        [*NAMESPACE, "bash", "-c", '. "$0" && vm arm64-16k python3', script],
+        [*NAMESPACE, "bash", "-c", '. "$0" && vm arm64-16k "python3 libstdc++6"', script],
         input=INSIDE,
         env={**os.environ, **limits},
         capture_output=True,
