@@ -60,6 +60,7 @@ PROOFS: Mapping[str, Proof] = {
     "interrupts": Proof(ENGINE, "interrupted calls"),
     "soak": Proof("limits", "seconds"),
     "paced-load": Proof("slower", "loads of an engine, with a stack and without"),
+    "hanging-openings": Proof("waits", "calls of an opening that hang"),
     "frozen-servers": Proof("waits", "runs with all servers stopped for 30 s"),
     "security": Proof(SECRECY, "checks"),
     "encryption": Proof(SECRECY, "damages and wrong keys"),

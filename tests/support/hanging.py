@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -63,6 +64,21 @@ class HangingMount:
             return real(where, *arguments, **named)
 
         return call
+
+
+@contextmanager
+def impatient_mount(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingMount]:
+    """Make a directory whose calls can hang, while tiers that are not required wait for it for moments only."""
+    monkeypatch.setattr("tiered_kv_nvme.sizing._ROOM_S", 0.05)
+    monkeypatch.setattr("tiered_kv.tiering.late.RETRY_S", 0.05)
+    monkeypatch.setattr("tiered_kv.tiering.factory._OPTIONAL_S", 0.05)
+    path.mkdir()
+    mount = HangingMount(path)
+    mount.install(monkeypatch)
+    try:
+        yield mount
+    finally:
+        mount.answer()
 
 
 def is_below(path: str, where: Any, directory_fd: int | None) -> bool:  # Any: a path or a descriptor

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hanging import HangingMount
+from tests.support.hanging import HangingMount, impatient_mount
 from tests.support.stacks import stack_of
 from tests.support.tenants import BLOCK_BYTES, Tenant
 from tiered_kv import DirectTiers, Namespace, open_stack
@@ -24,14 +24,8 @@ of_each_kind = pytest.mark.parametrize("kind", ["nvme", "fs"])
 
 @pytest.fixture
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingMount]:
-    monkeypatch.setattr("tiered_kv_nvme.sizing._ROOM_S", 0.05)
-    monkeypatch.setattr("tiered_kv.tiering.late.RETRY_S", 0.05)
-    monkeypatch.setattr("tiered_kv.tiering.factory._OPTIONAL_S", 0.05)
-    (tmp_path / "mount").mkdir()
-    mount = HangingMount(tmp_path / "mount")
-    mount.install(monkeypatch)
-    yield mount
-    mount.answer()
+    with impatient_mount(tmp_path / "mount", monkeypatch) as mount:
+        yield mount
 
 
 def stack(kind: str, mount: HangingMount, **settings: object) -> dict[str, object]:
@@ -56,10 +50,10 @@ def put_until_stored(alice: Tenant, opened: Stack) -> None:
 
 @of_each_kind
 @pytest.mark.parametrize("is_new", [True, False])
-@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_opening_that_hangs_at_a_call_ends_in_its_time_and_leaves_nothing(
-    mount: HangingMount, kind: str, is_new: bool, step: int
+    mount: HangingMount, kind: str, is_new: bool
 ) -> None:
+    """Of the calls a few; `tests/trust/test_hanging_openings.py` tries all."""
     mount.thread = "-open"
     if not is_new:
         open_stack(stack(kind, mount)).close()
@@ -68,7 +62,7 @@ def test_an_opening_that_hangs_at_a_call_ends_in_its_time_and_leaves_nothing(
     calls = mount.calls
     assert calls > 10
     threads = threading.active_count()
-    for number in range(0, calls, step):
+    for number in range(0, calls, 9):
         mount.hang(number)
         place = f"{mount.path}/{number if is_new else 'kv'}"
         hangs, said = mount.hangs, ""
