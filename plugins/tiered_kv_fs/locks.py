@@ -32,6 +32,9 @@ _LOST_TRIES: Final = 10  # how often the file is opened anew after that
 _LOST_PAUSE_S: Final = 0.2  # at most, before each of them: two hosts that lose a lock to each other must not keep step
 _SMB: Final = frozenset({"cifs", "smb3"})
 _POLL_S: Final = 0.01
+_POLL_S_MAX: Final = 0.1
+"""A waiter asks again after these, or after a quarter of the time that it has waited. It leaves the file open: on SMB,
+each opening takes from the holder what its host keeps of the file in memory, and slows every call of it."""
 _MARK_BYTES: Final = 16
 
 
@@ -93,7 +96,7 @@ def locked(path: str, timeout_s: float) -> Iterator[Lock]:
     while True:
         try:
             with ExitStack() as tried:
-                lock = _taken(path, tried)
+                lock = _taken(path, deadline, tried)
                 held = tried.pop_all()
         except OSError as error:
             losses += 1
@@ -111,12 +114,17 @@ def locked(path: str, timeout_s: float) -> Iterator[Lock]:
         time.sleep(random.uniform(0.0, _LOST_PAUSE_S) if losses else _POLL_S)
 
 
-def _taken(path: str, held: ExitStack) -> Lock | None:
-    """Open the file and lock it, until `held` is closed; return None if others hold the lock, or removed the file."""
+def _taken(path: str, deadline: float, held: ExitStack) -> Lock | None:
+    """Open the file and lock it, until `held` is closed; return None if others held the lock, or removed the file."""
     root = os.path.dirname(path)
     fd = with_room(root, lambda: held.enter_context(opened(path, os.O_RDWR | os.O_CREAT)))
-    if not try_lock(fd):
-        return None
+    begin = time.monotonic()
+    while not try_lock(fd):
+        now = time.monotonic()
+        if now >= deadline:
+            return None
+        pause_s = min(max(_POLL_S, (now - begin) / 4), _POLL_S_MAX)
+        time.sleep(min(pause_s * random.uniform(0.5, 1.0), max(0.0, deadline - now)))
     held.callback(_unlock, fd)
     if not has_name(path, fd):
         return None

@@ -7,11 +7,12 @@ import fcntl
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.plugins.conftest import StoreBench
+from tests.plugins.conftest import WAIT_S, StoreBench
 from tests.support.disk_use import fs_ledger, occupied_bytes
 from tests.support.entries import OpenRig
 from tiered_kv.errors import TierBusyError, TierUnavailableError
@@ -61,6 +62,43 @@ def assert_waits(path: Path, work: Callable[[], object]) -> None:
     thread.join()
     assert done
     assert done[0]
+
+
+@pytest.mark.parametrize("answers", [errno.EAGAIN, errno.EACCES])
+def test_a_waiter_leaves_the_lock_s_file_open_since_to_open_it_slows_the_holder_on_smb(
+    path: Path, monkeypatch: pytest.MonkeyPatch, answers: int
+) -> None:
+    """There, each opening by another host has the holder's host give up what it keeps in memory: a call or two more."""
+    asked, opened = list[int](), list[str]()
+    real_open = os.open
+
+    def ask(fd: int, operation: int) -> None:
+        try:
+            flock(fd, operation)
+        except BlockingIOError:
+            asked.append(fd)
+            raise OSError(answers, os.strerror(answers)) from None
+
+    def count(name: str, *arguments: int, **named: int) -> int:
+        opened.append(name)
+        return real_open(name, *arguments, **named)
+
+    monkeypatch.setattr(fcntl, "flock", ask)
+    path.mkdir()
+    lock = str(path / "lock")
+    with ThreadPoolExecutor(1) as pool:
+        with locked(lock, WAIT_S):
+            monkeypatch.setattr(os, "open", count)
+            waiter = pool.submit(take_once, lock)
+            wait_until(lambda: len(asked) > 4)
+        waiter.result()
+    assert opened.count(lock) == 1
+    assert len(set(asked)) == 1
+
+
+def take_once(path: str) -> None:
+    with locked(path, WAIT_S):
+        pass
 
 
 @pytest.mark.usefixtures("held_is_no_permission")
