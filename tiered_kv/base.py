@@ -156,7 +156,7 @@ class PrepareStoreOutput:
     Args:
         keys_to_store: Keys that are not stored yet, in the given order.
         store_spec: The blocks to write, in the order of `keys_to_store`.
-        evicted_keys: Keys whose blocks were evicted to make room.
+        evicted_keys: Keys of the blocks that were evicted to make room.
     """
 
     keys_to_store: list[OffloadKey]
@@ -310,7 +310,7 @@ class OffloadingHandler(ABC):
 
 @dataclass
 class CanonicalKVCacheTensor:
-    """A KV cache tensor whose first dimension counts blocks.
+    """A KV cache tensor; its first dimension counts blocks.
 
     Args:
         tensor: Shape (num_blocks, ...). If a layout has its block dimension elsewhere, one of the views into which the
@@ -343,7 +343,7 @@ class CopyRun:
 
 @dataclass(frozen=True)
 class CanonicalPageMapping:
-    """How a worker's page lies in the canonical page, whose bytes do not depend on how a model is split.
+    """The place of a worker's page in the canonical page. Its bytes do not depend on the split of the model.
 
     Args:
         canonical_page_size_bytes: Bytes of the canonical page, of all workers together.

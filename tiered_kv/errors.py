@@ -32,7 +32,7 @@ class ConfigError(TieredKVError):
     """A configuration cannot be used.
 
     Args:
-        message: What was expected, what was found, and what to do.
+        message: The wanted value, the found value, and the remedy.
         location: Path of the setting, such as "secondary.0.capacity"; empty for the whole file.
         file: The file of the setting; empty if it is in no file.
     """
@@ -68,7 +68,8 @@ class MissingExtraError(ConfigError):
 
 
 def _libraries_of(extra: str) -> list[tuple[str, str]]:
-    """Return what an extra of this distribution wants, by its metadata, and the version of what is too old."""
+    """Return the requirements of an extra of this distribution, by its metadata, and the version of a library that is
+    too old."""
     try:
         needed = importlib.metadata.requires("tiered-kv") or []
     except importlib.metadata.PackageNotFoundError:  # its files alone are there
@@ -150,7 +151,7 @@ class ResourceError(TieredKVError):
 
 
 def remedy_of(error: BaseException) -> str:
-    """Return what to do about an exception of Python for want of a thread, a descriptor or memory; "" for others."""
+    """Return the remedy for an exception of Python for want of a thread, a descriptor or memory; "" for others."""
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
         return "; raise the limit of processes (ulimit -u, or pids.max of the container)"
     if isinstance(error, MemoryError):
@@ -167,7 +168,7 @@ _REMEDIES = {
 
 @contextmanager
 def needing_resources(what: str) -> Iterator[None]:
-    """Raise a `ResourceError` in place of what Python raises if the system refuses something; `what` is to be done."""
+    """Raise a `ResourceError` in place of Python's exception if the system refuses a resource; `what` is to be done."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:

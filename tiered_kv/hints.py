@@ -7,8 +7,8 @@ A hint comes in `ReqContext.kv_transfer_params`, beside the engine's own paramet
 Clients write them, so they are validated strictly. Invalid hints are ignored.
 
 A router may send them in the envelope of vLLM 0.33 (`vllm.v1.kv_hints`) and SGLang 0.5.23 (`managers/kv_hints.py`), as
-`ReqContext.kv_hints` or, as Dynamo does, in the parameters under `kv_hint`. Engines define no action. The actions read
-here are those of vLLM's and SGLang's discussions (vLLM 37003 and 51428, SGLang 27574) and of Dynamo's policies.
+`ReqContext.kv_hints` or, as Dynamo does, in the parameters under `kv_hint`. Engines define no action. The actions come
+from vLLM's and SGLang's discussions (vLLM 37003 and 51428, SGLang 27574) and from Dynamo's policies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HintName = Literal["priority", "ttl", "expect_return", "skip"]
 HINT_NAMES: Final[tuple[HintName, ...]] = get_args(HintName)
 ENVELOPE_KEY: Final = "kv_hint"
 ACTION: Final = "tiered_kv.hints"
-"""The action whose payload is our own hints."""
+"""The action that carries our own hints."""
 ACTIONS_MAX: Final = 64
 SECONDS_MAX: Final = 604_800.0
 """The longest time in a hint: a week."""
@@ -160,7 +160,7 @@ def _hints_of(action: object) -> Mapping[str, object] | None:
 
 
 def _retained(payload: Mapping[str, Any]) -> dict[str, object]:
-    """Return the hints of `kv.retain`. Of its ranges of tokens the last one of the prompt counts: the request's own."""
+    """Return the hints of `kv.retain`. The last of its ranges of tokens in the prompt counts: the request's own."""
     own: Any = payload
     if payload.get("directives") is not None:
         of_prompt = [each for each in reversed(payload["directives"]) if not _part(each, "covers_output")]

@@ -51,7 +51,7 @@ REFUSED = frozenset({RecordStatus.UNKNOWN_KEY, RecordStatus.BAD_TAG, RecordStatu
 
 
 class Fate(IntEnum):
-    """What became of a block in a tier; `SENTENCES` explains each. All but the first two are miss reasons.
+    """The fate of a block in a tier; `SENTENCES` explains each. All but the first two are miss reasons.
 
     The table has 4 bits for a fate. Fates from 16 on are noted for single requests only.
     """
@@ -109,7 +109,7 @@ SENTENCES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What a reason of the counters means for the blocks of a store or a load."""
+    """The meaning of a counters' reason for the blocks of a store or a load."""
 
     sentence: str
     fate: Fate = Fate.FAILED  # the history's word for it
@@ -177,5 +177,6 @@ _OTHER: Final = Reason("the tier could not store it, or bring it")
 
 
 def reason_of(word: str) -> Reason:
-    """Return what a reason of a skipped store, or of a failed job, means. The history's table has room for its fate."""
+    """Return the meaning of the reason of a skipped store, or of a failed job. The history's table has room for its
+    fate."""
     return SKIPPED.get(word) or FAILED.get(word) or _OTHER

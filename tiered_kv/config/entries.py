@@ -31,7 +31,7 @@ def tier_type_of(settings: TierSettings) -> TierType:
 
 
 def declared_metrics(settings: TierSettings) -> dict[str, Metric]:
-    """Return by name what the type of an entry declares, and what several tiers have in common.
+    """Return by name the metrics that the type of an entry declares, and the ones that several tiers share.
 
     Settings that a program has made have no tier type.
     """

@@ -73,8 +73,8 @@ class TierType:
             that evicts the least recently used block.
         is_lasting: Whether its blocks outlive the process.
         is_host_client: Whether it is a client of a host's server. That server's own stack cannot have it.
-        metrics: What the tier counts itself, and reports by `stats`: each becomes a series
-            `tiered_kv_tier_<name>{tier}` of its own. Those that no type declares share one name.
+        metrics: The counts that the tier makes itself, and reports by `stats`: each becomes a series
+            `tiered_kv_tier_<name>{tier}` of its own. Counts that no type declares share one name.
     """
 
     name: str
@@ -118,7 +118,7 @@ def imported(
             raise MissingExtraError(f"tier '{extra or library}'", extra, install=install)
         try:
             return pkgutil.resolve_name(reference)
-        except ImportError as error:  # of a name that an older release lacks
+        except ImportError as error:  # for a name that an older release lacks
             if extra and is_too_old(extra):
                 raise MissingExtraError(f"tier '{extra}'", extra) from error
             raise
@@ -188,7 +188,7 @@ class TierPlugins:
         return state
 
     def unregister(self, name: str) -> None:
-        """Remove the plugin that was registered as `name`, and its tier types."""
+        """Remove the plugin `name`, and its tier types."""
         self._manager.unregister(name=name)
         self._states = [each for each in self._states if each.distribution or each.plugin != name]
 
@@ -204,7 +204,7 @@ class TierPlugins:
         return {name: tier_type for name in names if (tier_type := self._owner(name)[0]) is not None}
 
     def metrics(self) -> dict[str, Metric]:
-        """Return by name what the tier types that were found so far declare, and what several tiers have in common."""
+        """Return by name the metrics that the found tier types declare, and the ones that several tiers share."""
         return COMMON | {metric.name: metric for tier in self._found() for metric in tier.metrics}
 
     def resolve(self, name: str) -> TierType:
@@ -238,7 +238,7 @@ class TierPlugins:
         )
 
     def _load(self, name: str | None = None) -> None:
-        """Load the plugins whose entry point is called `name`, by default all, that are not loaded yet."""
+        """Load the plugins with the entry point `name`, by default all, that are not loaded yet."""
         with self._lock:
             for entry_point in [each for each in self._waiting if name in (None, each.name)]:
                 state = self._read(*_origin(entry_point), entry_point.load)
@@ -261,10 +261,10 @@ class TierPlugins:
             return PluginState(name, distribution, (), found)
 
     def _owner(self, name: str) -> tuple[TierType | None, str]:
-        """Return the tier type of that name, if there is one, and what to do about plugins in conflict about it.
+        """Return the tier type of that name, if there is one, and the remedy for plugins that conflict about it.
 
-        A plugin whose entry point is called by the name has precedence. So the answer does not depend on which
-        plugins are loaded.
+        A plugin with an entry point of that name has precedence. So the answer does not depend on which plugins are
+        loaded.
         """
         claims = [(state, tier) for state in self._states for tier in state.tiers if tier.name == name]
         owners = [tier for state, tier in claims if _is_named(state, name)] or [tier for _, tier in claims]
@@ -337,7 +337,7 @@ class _Hooks:
 
 def _from_reference(reference: str) -> TierType:
     try:
-        target: Any = pkgutil.resolve_name(reference)  # Any: whatever the reference names
+        target: Any = pkgutil.resolve_name(reference)  # Any: the object that the reference names
     except Exception as error:  # any exception that a third-party module raises when it is imported
         raise ConfigError(f"'{reference}' cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(target, TierType):

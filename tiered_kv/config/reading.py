@@ -96,7 +96,7 @@ def parse_stack_text(
 
 
 def _load(text: str | bytes) -> tuple[object, dict[str, int], str]:
-    """Return what `parse_stack_text` does, and the problem with a YAML `text`, if any."""
+    """Return the result of `parse_stack_text`, and the problem with a YAML `text`, if any."""
     try:
         data, lines = yaml.load(text, _StackLoader)  # noqa: S506  # a subclass of SafeLoader
         return data, lines, ""
@@ -154,7 +154,7 @@ def _fill(value: object, location: str, environ: Mapping[str, str]) -> object:
 
 
 def _fill_text(text: str, location: str, environ: Mapping[str, str]) -> str:
-    values: list[str] = []  # of variables
+    values: list[str] = []  # the values of variables
 
     def replacement(match: re.Match[str]) -> str:
         name, default = match["name"], match["default"]
@@ -163,7 +163,7 @@ def _fill_text(text: str, location: str, environ: Mapping[str, str]) -> str:
         if name is None:
             raise ConfigError("expected ${NAME} or ${NAME:-default}, and $$ for a plain $", location=location)
         found = environ.get(name)
-        if "${" in (default or ""):  # else two models could have one namespace, whose name is "${...}"
+        if "${" in (default or ""):  # else two models could have one namespace, by the name "${...}"
             raise ConfigError("expected a default without a variable in ${NAME:-default}", location=location)
         if default is not None and not found:
             return default
@@ -193,7 +193,7 @@ class _StackLoader(yaml.SafeLoader):
         node = self.get_single_node()
         if node is None:
             return None, {}
-        data = self.construct_document(node)  # finds what a file must not have
+        data = self.construct_document(node)  # finds entries that a file must not have
         return data, {dotted(place): each.start_mark.line + 1 for place, each in self._places(node)}
 
     def _places(self, node: yaml.Node, location: Location = ()) -> Iterator[tuple[Location, yaml.Node]]:

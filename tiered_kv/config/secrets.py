@@ -107,7 +107,7 @@ def scrub(text: str, secrets: Set[str]) -> str:
 
 
 def foreign_text(text: str, secrets: Set[str]) -> str:
-    """Return what a server or library says, for a message: on one line, of limited length, without `secrets`."""
+    """Return the words of a server or library, for a message: on one line, of limited length, without `secrets`."""
     return ascii(scrub(" ".join(text.split()), secrets)[:_FOREIGN_CHARACTERS_MAX])[1:-1]
 
 

@@ -36,9 +36,9 @@ class StrictModel(BaseModel):
     """For keys that users may expect and that are no settings: the hint that the error gives."""
 
     _from_environment: Mapping[str, frozenset[str]] = PrivateAttr(default={})
-    """Settings whose value came from environment variables, and the variables' values."""
+    """Settings with values from environment variables, and the variables' values."""
     _written: Mapping[str, tuple[str, float]] = PrivateAttr(default={})
-    """Sizes, rates and durations as the file has them, and what they mean."""
+    """Sizes, rates and durations as the file has them, and their meanings."""
 
     def secret_texts(self) -> set[str]:
         """Return every secret text in the settings, for use with `secrets.scrub`."""
@@ -111,7 +111,7 @@ class StorageSettings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StorageFacts:
-    """What a tier's settings say of its storage; None where they say nothing."""
+    """The facts about a tier's storage in its settings; None where they say nothing."""
 
     directory: str | None = None
     capacity_bytes: int | None = None
@@ -122,10 +122,10 @@ class TierSettings(StrictModel):
     """The settings that every secondary tier has. A tier's author adds fields in a subclass."""
 
     storage_settings: ClassVar[StorageSettings] = StorageSettings()
-    """A subclass whose fields are called otherwise names them here, for `storage_facts` and `part_of_storage`."""
+    """A subclass with other names of its fields gives them here, for `storage_facts` and `part_of_storage`."""
 
     __slots__ = ("_tier_type",)
-    """What `hooks.tier_type_of` found for `type`. It is no setting: no copy, comparison or text has it."""
+    """The type that `hooks.tier_type_of` found for `type`. It is no setting: no copy, comparison or text has it."""
     if TYPE_CHECKING:
         _tier_type: object
 
@@ -185,7 +185,7 @@ class TierSettings(StrictModel):
     )
 
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
-        """Return what an open tier takes of this process's limits at most; its settings are named as in its entry."""
+        """Return an open tier's greatest needs of this process's limits; its settings are named as in its entry."""
         return ()
 
     def storage_facts(self) -> StorageFacts:

@@ -145,7 +145,7 @@ def _message(model: type[BaseModel], detail: ErrorDetails) -> str:
         return wanted
     is_hidden = any(map(_is_secret, fields)) or any(is_secret_name(str(part)) for part in location)
     if wanted == _TEXT_WANTED and value is not None and not isinstance(value, (Mapping, list, tuple)):
-        return f"{wanted}; put it in quotes"  # what YAML has read is not what the file says: 1.10 is 1.1, `on` is true
+        return f"{wanted}; put it in quotes"  # YAML reads another value than the file shows: 1.10 is 1.1, `on` is true
     found = HIDDEN if is_hidden else _shown(value, name)
     words = re.findall(r"'([^']*)'", detail["ctx"]["expected"]) if detail["type"] == "literal_error" else []
     return f"{wanted}, found {found}{suggestion(str(value), words)}"
@@ -193,7 +193,7 @@ def _fields_at(model: type[BaseModel], location: Location) -> tuple[type[BaseMod
     return owner, fields
 
 
-def _types_in(annotation: object) -> Iterator[Any]:  # Any: whatever a field is annotated with
+def _types_in(annotation: object) -> Iterator[Any]:  # Any: the annotation of a field
     yield annotation
     for argument in get_args(annotation):
         yield from _types_in(argument)

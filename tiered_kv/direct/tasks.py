@@ -29,11 +29,11 @@ class Task:
     context: ReqContext
     blocks: list[CPUBlock] = field(default_factory=list)  # `block_id` is the offset, `position` the place in `keys`
     begin_by_s: float = math.inf  # until when blocks wait for a job
-    repeats: list[tuple[int, int]] = field(default_factory=list)  # places without a block, and whose answer they get
+    repeats: list[tuple[int, int]] = field(default_factory=list)  # (place without a block, place of its answer)
     answers: list[bool] = field(init=False)
     open_items: int = 1  # the call itself is one, until it has been divided
     is_outdated: bool = False  # it began before a reset
-    # Of a lookup.
+    # Only a lookup has these.
     asked: list[list[int]] = field(default_factory=list)  # places of keys by the tier to ask next; last: no tier left
     until_s: list[float] = field(default_factory=list)  # by tier: when its keys without an answer become misses
 
@@ -72,7 +72,7 @@ class TierQueue:
         return not self._in_flight
 
     def state(self) -> dict[str, int | bool]:
-        """Return what the counters show beside those of the tier. Any thread may call."""
+        """Return the counts beside the tier's own. Any thread may call."""
         return {"waiting_blocks": self.waiting_blocks, "is_disabled": self.guarded.is_disabled}
 
     def tasks_in_flight(self) -> list[Task]:

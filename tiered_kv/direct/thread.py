@@ -98,7 +98,7 @@ class TierThread:
             self._take_messages(0)
 
     def close(self, timeout_s: float) -> bool:
-        """As `DirectTiers.close`."""
+        """See `DirectTiers.close`."""
         if os.getpid() != self._pid:
             return True
         if self._close_by_s is None:
@@ -249,7 +249,7 @@ class TierThread:
                 _log.exception("a callback raised; %s", self._log_limit.about)
 
     def _end_soon(self, now_s: float) -> None:
-        """Fail what waits, and shut down the tiers when no job is in flight or the timeout is over."""
+        """Fail blocks that wait, and shut down the tiers when no job is in flight or the timeout is over."""
         assert self._close_by_s is not None
         is_idle = all(queue.is_idle for queue in self.queues)
         if not self._is_shut_down and (is_idle or now_s >= self._close_by_s):
@@ -267,14 +267,14 @@ class TierThread:
             self._is_over = all(queue.is_idle for queue in self.queues)
 
     def _end_after_error(self) -> None:
-        """Close the tiers, and answer every task whose memory they do not use."""
+        """Close the tiers, and answer every task with memory that they do not use."""
         self._close_by_s, self._is_shut_down = time.monotonic(), True
         for queue in self.queues:
             queue.guarded.call("shutdown")
         self._take_messages(0)
         while not self._is_over:
             busy = {task for queue in self.queues for task in queue.tasks_in_flight()}
-            self._is_over = not busy  # before the answers: whoever has the last one may close
+            self._is_over = not busy  # before the answers: after the last one the program may close
             for task in [task for task in self._open if task not in busy]:
                 self._answer(task)
             if busy:

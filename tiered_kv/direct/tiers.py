@@ -49,7 +49,7 @@ class DirectTiers:
     them before a fork, and `ValueError` for an invalid key.
 
     `on_done` is called when no tier touches the blocks any more. Until then the caller must not change the blocks of a
-    store, nor use those of a load, not even after a deadline: a transfer that hangs keeps its task open.
+    store, nor use the blocks of a load, not even after a deadline: a transfer that hangs keeps its task open.
 
     Blocks over a tier's budget wait. They fail in that tier if it is disabled, its breaker is open, or half-open with a
     job in flight, if expired jobs hold the whole budget, or after `wait_s_max`. A budget is by default the whole
@@ -59,7 +59,7 @@ class DirectTiers:
         memory: A writable, contiguous buffer, or a tensor of torch, or (address, bytes). It must stay mapped until
             `close` has returned True.
         tiers: Entries as in a stack's `secondary`, in the order of the search.
-        namespace: What must agree, besides the sizes, for blocks to be interchangeable.
+        namespace: The facts that must agree, besides the sizes, for blocks to be interchangeable.
         block_tokens: Tokens of a block; a part of the namespace's identity.
         wait_s_max: How long blocks may wait for a budget.
         on_removed: Called on the tiers' thread with a tier's name and blocks that are not in that tier any more:
@@ -73,7 +73,7 @@ class DirectTiers:
 
     def __init__(
         self,
-        memory: Any,  # Any: whatever has the buffer protocol, or a pair
+        memory: Any,  # Any: an object with the buffer protocol, or a pair
         *,
         block_bytes: int,
         tiers: Sequence[Mapping[str, object] | TierSettings],
@@ -171,7 +171,7 @@ class DirectTiers:
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         """Note that blocks were used in the caller's own memory: tiers that evict by use, or by age, keep them longer.
 
-        Name the blocks that were used last first, and those of a request head first. A call a second is enough.
+        Name the last used blocks first, and the blocks of a request head first. A call a second is enough.
 
         Raises:
             ValueError: A key is none.
@@ -187,7 +187,7 @@ class DirectTiers:
         """
         if self._thread.is_current:
             raise RuntimeError("a callback cannot wait: it runs on the thread that it would wait for")
-        # Before the task: whoever gets a ValueError of the queue would use the memory again.
+        # Before the task: after a ValueError of the queue the caller would use the memory again.
         limit_s = None if timeout_s is None else max(0.0, min(timeout_s, threading.TIMEOUT_MAX / 2))
         answers: SimpleQueue[list[bool]] = SimpleQueue()  # unlike a Future, whole after an interrupt
         getattr(self, method)(*args, answers.put)
@@ -293,7 +293,7 @@ def _bytes_of(memory: Any, block_bytes: int) -> memoryview:  # Any: as in `Direc
 def part_of(tier: TierSettings, directory: str, share: Fraction) -> TierSettings:
     """Return a tier's settings for one of several kinds of blocks: a part of its storage, if that is not shared.
 
-    The arguments are those of `TierSettings.part_of_storage`.
+    See `TierSettings.part_of_storage` for the arguments.
 
     Raises:
         ConfigError: The storage cannot be divided.

@@ -1,6 +1,7 @@
-"""What the plugins of engines share: the releases that each accepts, imports on first use, settings, facts of a model.
+"""The shared part of the engines' plugins: the releases that each accepts, imports on first use, settings, facts of a
+model.
 
-Each engine has a plugin, `tiered_kv_vllm` and so on, which only those who use that engine import.
+Each engine has a plugin, `tiered_kv_vllm` and so on, which only users of that engine import.
 """
 
 from __future__ import annotations

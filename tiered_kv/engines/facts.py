@@ -1,8 +1,8 @@
-"""What shapes an engine's blocks, as facts of its namespace: the model's files, and what is around the engine.
+"""Facts of an engine's namespace that shape its blocks: the model's files, and the engine's surroundings.
 
-Of the files: which weights they hold, and the model's configuration. Around an engine: variables of the environment,
+Facts of the files: the weights in them, and the model's configuration. Around an engine: variables of the environment,
 installed packages, the CPU. A variable with one of an engine's prefixes counts, and a package that computes, unless
-`ignored_settings.toml` names it. So what is new counts by default.
+`ignored_settings.toml` names it. So additions of a new release count by default.
 """
 
 from __future__ import annotations
@@ -149,8 +149,9 @@ _NEVER_COUNTS = re.compile(
     r"_(API_KEY|(API|AUTH|ACCESS)_TOKEN|PASSWORD)$|_(CACHE|DUMP|LOG|PROFILER)_DIR$|_LOG(GING)?_?(LEVEL|DEST|FILE)$|"
     r"_VERBOSE$|_TIMEOUT(_|$)|_(RETRIES|WORKERS)$|NUMA_|NVTX|PROFIL"
 )
-"""Ports, and what Kubernetes sets for each of its services: a service "vllm" makes variables with vLLM's prefix. Then
-names of machines and pods, credentials, directories of caches, logs, times to wait, processes, and profiles."""
+"""Ports, and variables that Kubernetes sets for each of its services: a service "vllm" makes variables with vLLM's
+prefix. Then names of machines and pods, credentials, directories of caches, logs, times to wait, processes, and
+profiles."""
 
 _NEEDS_TORCH = re.compile(
     r"^Requires-Dist: *(torch|triton|jax)(?![\w.-])(?!.*\bextra *==)", re.MULTILINE | re.IGNORECASE
@@ -164,10 +165,10 @@ _COMPUTES = re.compile(
 def counting_variables(
     counts: re.Pattern[str], ignored: frozenset[str], environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variables of `environ` that count: all whose names `counts` finds, but for the ignored ones.
+    """Return the variables of `environ` that count: all with a name that `counts` finds, but for the ignored ones.
 
-    A value counts as it is spelled. One that is the path of a file, or of a directory with weights, counts by samples
-    of the content. Bytes that are no UTF-8 become escapes, which every description of a namespace can hold.
+    A value counts as it is spelled. The path of a file, or of a directory with weights, counts by samples of the
+    content. Bytes that are no UTF-8 become escapes, which every description of a namespace can hold.
     """
     return {
         _as_utf8(name): content_of(value) or _as_utf8(value)
@@ -192,7 +193,7 @@ def computing_packages(known: Collection[str], plugins: re.Pattern[str]) -> str:
         name = _normal(name)
         computes = name in listed or _COMPUTES.search(name) or _NEEDS_TORCH.search(metadata)
         if (computes and name not in _IGNORED.packages) or _has_plugin(_text(each, "entry_points.txt"), plugins):
-            # Of two installations the one in use depends on the order of a directory, so both count.
+            # With two installations, the one in use depends on the order of a directory, so both count.
             found.setdefault(name, set()).add(version)
     for name in listed - found.keys():
         if _is_module(name.replace("-", "_")):

@@ -1,8 +1,8 @@
 """The ignored settings: settings and variables that change no byte of a block, so a namespace need not cover them.
 
-`ignored_settings.toml` has their names: beside an engine's plugin those of the engine, and in this folder those of
-libraries. `facts` and the plugins' `engine` read the files once, when they are imported. What no file names counts, so
-a setting of a new release counts until somebody has looked at it.
+`ignored_settings.toml` has their names: the file beside an engine's plugin has the engine's, the file in this folder
+those of libraries. `facts` and the plugins' `engine` read the files once, when they are imported. A setting that no
+file names counts. So a setting of a new release counts until somebody has looked at it.
 """
 
 from __future__ import annotations

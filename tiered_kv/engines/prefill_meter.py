@@ -13,11 +13,12 @@ PROMPT_TOKENS_MIN = 32
 """Tokens of a request in a step that must be of its prompt: it generates fewer, even with speculation."""
 PREFILL_SHARE_MIN = 0.5
 """Tokens of prompts in a step that counts, as a share of the largest step: smaller steps spend much time on other work.
-What a step takes without prompts cannot be taken out of theirs: the launches of kernels overlap with the computing."""
+The time of a step without prompts cannot be subtracted from the prompts': the launches of kernels overlap with the
+computing."""
 LARGEST_FORGET = 0.98
 """Factor for the largest step at each step with prompts: an engine may go over to smaller ones."""
 STEPS_MAX = 15
-"""Steps whose medians count, so that a slow step, as the first of a shape, does not."""
+"""The number of steps of a median, so that one slow step, such as the first of a shape, does not count."""
 SPREAD_MIN = 128
 """Least difference in the tokens before two steps, from which the growth is computed."""
 _RUNNING_MAX = 64
@@ -34,9 +35,9 @@ class TokenCost(NamedTuple):
 class PrefillMeter:
     """Times steps from their schedule to their output, in the same order. Owned by the scheduler's thread.
 
-    With several steps in flight, a step begins at the end of the step before it. What a step without prompts takes, the
-    engine spends in any case, so it is no part of a prompt's cost. Otherwise the few tokens of a long chat's next turn
-    would seem dear, and with them the tokens before them.
+    With several steps in flight, a step begins at the end of the step before it. The engine spends the time of a step
+    without prompts in any case, so it is no part of a prompt's cost. Otherwise the few tokens of a long chat's next
+    turn would seem dear, and with them the tokens before them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

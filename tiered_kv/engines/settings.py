@@ -1,4 +1,4 @@
-"""What the configurations of all engines share: the tiers, and the user's part of a namespace."""
+"""The shared part of all engines' configurations: the tiers, and the user's part of a namespace."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class UserNamespace(StrictModel):
             )
         own = self.model_dump(exclude_none=True, exclude={"extra"})
         namespace = validate(Namespace, {**fields, **own, "extra": {**self.extra, **facts}}, location)
-        namespace._from_environment = self._from_environment  # of which `own` has plain copies
+        namespace._from_environment = self._from_environment  # `own` has plain copies of its values
         return namespace
 
 
@@ -76,7 +76,7 @@ class UserModelNamespace(UserNamespace):
     def check_attention(self, engine: str, described: Mapping[str, object], location: str) -> None:
         """Raise ConfigError if a text model's configuration, `described` by its `to_dict`, lets tokens see later ones.
 
-        The hashes of a block hold the tokens up to its end. Of images, attention in both directions does no harm: the
+        The hashes of a block hold the tokens up to its end. For images, attention in both directions does no harm: the
         hashes of all their blocks hold the whole image.
         """
         setting = bidirectional_setting(described)

@@ -1,11 +1,12 @@
 """The allocation of a server's rows: pages, from the first row on, before any engine may touch them.
 
-Who touches a page first pays for it. An engine whose container may not have it is killed: by a SIGBUS if it is a
-reserved huge page, by the kernel's OOM killer otherwise. So the server touches each page first, and hands out the rows
-in front of the first byte that is not allocated. Where the system refuses a page, there will be no others.
+The process that touches a page first pays for it. An engine is killed if its container may not have the page: by a
+SIGBUS if it is a reserved huge page, by the kernel's OOM killer otherwise. So the server touches each page first, and
+hands out the rows in front of the first byte that is not allocated. Where the system refuses a page, there will be no
+others.
 
 `HostRegion` makes an allocation and starts it, on the thread that opens a stack. Its own threads run until the end, or
-until `close`. Any thread may read what is allocated.
+until `close`. Any thread may read the allocated rows.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from tiered_kv.system.limits import Limit, Limits
 from tiered_kv.system.threads import start_thread
 
 CHUNK_BYTES: Final = 4 << 20
-"""What one call of the kernel allocates. Meanwhile, a few milliseconds, the process can map no other memory."""
+"""The bytes that one call of the kernel allocates. Meanwhile, a few milliseconds, the process can map no other
+memory."""
 FIRST_BYTES: Final = 64 << 20
 """What is allocated before the start goes on: some tens of milliseconds."""
 LOOK_AGAIN_S: Final = 2.0
@@ -35,7 +37,7 @@ LOOKS_MAX: Final = 300
 """So many times, 10 minutes: engines that pin the rows attach only when there will be no others."""
 _THREADS: Final = 4
 _NICE: Final = 10
-"""The server already answers, and engines run: what they need of the processors goes first."""
+"""The server already answers, and engines run: their need of the processors goes first."""
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the mmap module
 
 _log = logging.getLogger(__name__)
@@ -44,9 +46,10 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _Room = Callable[[int], tuple[int, str]]
 
-_looking = threading.Lock()  # guards `_all`; whoever has it looks for room, and gives it to one allocation
+_looking = threading.Lock()  # guards `_all`; its holder looks for room, and gives it to one allocation
 _all: WeakSet[RowAllocation] = WeakSet()
-"""Those of this process that take of the free memory: what one may take is not free for another."""
+"""The allocations of this process that take from the free memory: the memory that one may take is not free for
+another."""
 
 
 class RowAllocation:
@@ -61,7 +64,7 @@ class RowAllocation:
             file's pages are reserved.
 
     Attributes:
-        refusal: What the system has refused; empty if nothing.
+        refusal: The system's refusal; empty if nothing.
         ready_bytes: All pages in front of this byte are allocated. It rises until `is_over`.
         is_over: Whether it will not rise any more.
     """
@@ -75,10 +78,10 @@ class RowAllocation:
         self._lock = threading.Lock()  # guards all below, and is never held across a call of the kernel
         self._next = 0
         self._end = size_bytes
-        """No chunk begins from here on: of a mapping that is closed, or whose pages are refused."""
+        """No chunk begins from here on: of a mapping that is closed or has no pages."""
         self._finished: dict[int, int] = {}
         """Lengths of chunks that are allocated, by their offsets, behind one that is not."""
-        first_bytes = max(FIRST_BYTES, self._chunk_bytes)  # whoever opens the stack has looked
+        first_bytes = max(FIRST_BYTES, self._chunk_bytes)  # the opening of the stack has looked
         self._allowed_bytes = size_bytes if room is None else min(size_bytes, first_bytes)
         self._looks = 0
         """While it waits for memory."""
@@ -95,14 +98,14 @@ class RowAllocation:
 
     @property
     def _promised_bytes(self) -> int:
-        """What it may allocate without another look, with what it does now."""
+        """The bytes that it may allocate without another look, the running call included."""
         with self._lock:
             if self._end < self._size_bytes:
                 return 0
             return min(self._allowed_bytes, self._end - self._next) + self._next - self._done_bytes
 
     def begin(self) -> None:
-        """Allocate what the first rows need; call it once, and then look at `refusal`."""
+        """Allocate the memory of the first rows; call it once, and then look at `refusal`."""
         while self.ready_bytes < FIRST_BYTES and (chunk := self._take()):
             self._allocate_chunk(*chunk)
 
@@ -134,7 +137,7 @@ class RowAllocation:
 
     def _run(self) -> None:
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread only
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # only this thread's
         try:
             self._work()
         finally:
@@ -230,14 +233,14 @@ def allocate(fd: int, address: int, offset: int, length: int) -> None:
 
 
 def populate(address: int, length: int) -> None:
-    """Touch the pages of a part of a mapping (MADV_POPULATE_WRITE), as `allocate`."""
+    """Touch the pages of a part of a mapping (MADV_POPULATE_WRITE); see `allocate`."""
     if _libc.madvise(address, length, _MADV_POPULATE_WRITE):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 def charge_of(rows_bytes: int) -> str:
-    """Return what it may cost this process to write to rows that nobody has allocated, for the log."""
+    """Return the cost of this process's writes to rows without memory, in words for the log."""
     least = min(Limits().memory(), key=lambda each: each.amount, default=Limit(rows_bytes, "not known"))
     return (
         f"the server does not allocate its rows, so up to {rounded_bytes(rows_bytes)} of memory may count for this "

@@ -63,7 +63,7 @@ class HostRows(CPULoadStoreSpec):
 
 
 class HostLink:
-    """An open connection, and what this process knows of the server's rows. One thread uses it.
+    """An open connection, and this process's knowledge of the server's rows. One thread uses it.
 
     Args:
         channel: The connection.
@@ -122,7 +122,7 @@ class HostLink:
             del self._news[:-_NEWS_MAX]
 
     def _read_news(self) -> None:
-        """Sort what was noted: only a store needs it, and it takes longer than to note it."""
+        """Sort the noted messages: only a store needs it, and it takes longer than to note it."""
         for keys, rows, generations in self._news:
             for key, row, old in zip(keys, rows, map(self._key_of.get, rows), strict=True):
                 if old is not None and old != key and self._row_of.get(old) == row:
@@ -164,7 +164,7 @@ class Attachment:
 
     Args:
         address: "unix:" and the path of the server's socket.
-        hello: Who this process is.
+        hello: The identity of this process.
         maps_rows: Whether the process copies blocks itself.
         pins_rows: Whether it pins all of them: then it attaches when they are allocated.
     """
@@ -264,7 +264,7 @@ class Attachment:
             _log.warning("no cache at %s: %s; every block is a miss until it is there", self.path, why)
 
     def close(self) -> None:
-        """Stop to connect; a connection that nobody has taken is closed."""
+        """Stop to connect; a connection without a taker is closed."""
         self._closed.set()
         self._wanted.set()
         with self._lock:
@@ -291,7 +291,7 @@ class Attachment:
         while not self._closed.is_set():
             self._wanted.wait()
             self._close_discarded()
-            with self._lock:  # a connection that nobody wants would end the leases of the one in use
+            with self._lock:  # a superfluous connection would end the leases of the one in use
                 if self._ready is not None or not self._wanted.is_set():
                     self._wanted.clear()
                     continue
@@ -304,7 +304,7 @@ class Attachment:
                     self._wanted.clear()
                 pause_s = RETRY_MIN_S
                 self._attached(link)
-            except Exception as error:  # also what nobody expected: the next server may be the right one
+            except Exception as error:  # of any kind: the next server may be the right one
                 if self._closed.is_set():
                     return
                 self.lost(reason_for(error))
@@ -312,7 +312,7 @@ class Attachment:
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
 
     def _check_blocks(self, welcome: Welcome) -> None:
-        """Check that the server has the blocks of this process, and those of the first connection.
+        """Check that the server has the blocks of this process, and the blocks of the first connection.
 
         Raises:
             ConfigError: It has others: this process said no namespace, or the server does not keep to it.
@@ -326,7 +326,7 @@ class Attachment:
         self._blocks = blocks
 
     def _attached(self, link: HostLink) -> None:
-        # Whoever was warned of the outage sees its end, too.
+        # The log has a warning of the outage, so it gets its end, too.
         level, payer = logging.WARNING if self._told else logging.INFO, ""
         if link.welcome.prefault:
             payer = ": the server allocates its rows (prefault)"
@@ -354,7 +354,7 @@ class Attachment:
             connect_in_turn(sock, self.path, OPEN_S, self._closed)
             notes = self.resets.count
             body = protocol.to_json(self.hello)
-            with suppress(BrokenPipeError):  # it has refused this process already: what it sent comes next
+            with suppress(BrokenPipeError):  # it has refused this process already: its message comes next
                 sock.send(protocol.HEADER.pack(protocol.HELLO, 0, 0, 0, len(body)) + body)
             packet, fds = receive(sock)
             welcome = welcome_of(packet)

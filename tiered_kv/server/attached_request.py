@@ -122,7 +122,7 @@ class AttachedRequest:
             self.stored.update(zip(self.stored_asked.pop(0), map(bool, message.body), strict=True))
 
     def read(self) -> int:
-        """Sort what was asked and answered into `rows`; return how many blocks were found to be missing."""
+        """Sort questions and answers into `rows`; return how many blocks were found to be missing."""
         codes, keys = self._codes, self.keys
         answers, self.answers, self.is_unread = self.answers, [], False
         if not codes:
@@ -132,7 +132,7 @@ class AttachedRequest:
         return sum(self._read(count, body) for count, body in answers)
 
     def _read(self, count: int, body: bytes) -> int:
-        """Sort an answer. What was told before is left out: its lease may have ended."""
+        """Sort an answer. Blocks that were reported before are left out: their leases may have ended."""
         start = protocol.START.unpack_from(body)[0]
         told = np.frombuffer(body, np.uint32, count, protocol.START.size)
         keys, tiers = self.keys[start : start + count], body[len(body) - count :]

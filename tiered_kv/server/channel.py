@@ -1,7 +1,7 @@
 """One side of a connection between a host's server and a client: packets that are sent and received without a wait.
 
-The server's thread has a channel for each client, a client's thread one for its server. What waits for the other side
-to read is bounded.
+The server's thread has a channel for each client, a client's thread one for its server. The bytes that wait for the
+other side have a limit.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Channel:
         return bool(self._packet) and not self._packets
 
     def add(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
-        """Add a message to those that `flush` sends.
+        """Add a message to the ones that `flush` sends.
 
         Raises:
             ProtocolError: Too much waits. From now on `flush` raises, too.
@@ -83,7 +83,7 @@ class Channel:
             self._raise_overrun()
 
     def flush(self) -> None:
-        """Send what the other side has room for.
+        """Send as much as the other side has room for.
 
         Raises:
             ClosedError: It has closed the connection.
@@ -101,7 +101,7 @@ class Channel:
             self._waiting_bytes -= len(self._packets.popleft())
 
     def send_waiting(self) -> None:
-        """Flush. An end of the connection is left to `receive`, behind what the other side has said before."""
+        """Flush. An end of the connection is left to `receive`, behind the other side's earlier messages."""
         with suppress(ClosedError):
             self.flush()
 
@@ -124,7 +124,7 @@ class Channel:
                 size = self.sock.recv_into(self._buffer)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # it has left messages unread; what it sent comes next (unix(7))
+            except ConnectionResetError:  # it has left messages unread; its own come next (unix(7))
                 continue
             except OSError as error:
                 raise ClosedError(error.strerror or "closed") from error
@@ -155,7 +155,7 @@ class Channel:
 
 
 def connect_in_turn(sock: socket.socket, path: str, wait_s: float, closed: threading.Event) -> None:
-    """Connect; wait while a server has not yet accepted others who came before. Any thread may call.
+    """Connect; wait while a server has not accepted earlier clients yet. Any thread may call.
 
     Raises `OSError`: no server listens, it has accepted nobody for `wait_s`, or `closed` was set meanwhile.
     """

@@ -1,4 +1,4 @@
-"""The manager of an engine that uses a host's cache: it answers from what the server has sent, and never waits."""
+"""The manager of an engine that uses a host's cache: it answers from the server's messages, and never waits."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class AttachedManager(CacheManager):
         ]
 
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Ask for the prefix of a request in the engine's queue: what is ready is leased, the rest promoted."""
+        """Ask for the prefix of a request in the engine's queue: ready blocks are leased, the others promoted."""
         request = self._requests.get(req_context.req_id) or self._begin(req_context)  # hot path, as above
         if self.server.is_attached and not request.is_outdated and not request.hints.skips_load:
             request.is_ahead = True
@@ -338,7 +338,7 @@ class AttachedManager(CacheManager):
         if request.link is None and (link := self.server.link) is not None:
             request.link = link
             epoch = -1 if request.is_outdated else self.server.epoch_there(request.epoch)
-            # The hints as they were understood: what users of the engine have written may be large, or no JSON.
+            # The hints as they were understood: the text of the engine's users may be large, or no JSON.
             hints = None if request.hints is _NO_HINTS else request.hints.given() or {}
             body = protocol.pack_begun(epoch, request.req_context.req_id, hints)
             self.server.send(protocol.BEGIN, request.number, body=body)

@@ -65,7 +65,7 @@ def connect(
 
 
 class ProgramManager(AttachedManager, CalledManager):
-    """An attached manager with what the calls of a program need."""
+    """An attached manager with the methods that a program's calls need."""
 
     keys_are_alike = False
     callers_have_timeouts = True
@@ -88,7 +88,7 @@ class ProgramManager(AttachedManager, CalledManager):
         return self.link is not None and len(self.link.welcome.tiers) > 1
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return what `CalledManager` says, but False in place of None behind a missing block of the request."""
+        """See `CalledManager`; but return False in place of None behind a missing block of the request."""
         request = self._request_of(req_context)
         request.is_prefix = True
         if request.keys and len(request.keys) + len(keys) > _REQUEST_KEYS_MAX and request.transfers <= 0:
@@ -98,7 +98,8 @@ class ProgramManager(AttachedManager, CalledManager):
         return self.lookup_many(keys, req_context)
 
     def _begin_anew(self, request: AttachedRequest) -> None:
-        """Go on as another request of the server: what it knows of one has a limit, and a call's keys have none."""
+        """Go on as another request of the server: its knowledge of a request has a limit, and a call's keys have
+        none."""
         if request.link is not None and request.link is self.link:
             self.server.send(protocol.END, request.number)
         for requests in (self._by_number, self._unsent):
@@ -144,11 +145,11 @@ class ProgramManager(AttachedManager, CalledManager):
         """Do nothing: the server evicts the blocks of the request that was used last after all others."""
 
     def reserve_stores(self, num_blocks: int) -> bool:
-        """Return True: the server limits what its tiers store."""
+        """Return True: the server limits the stores of its tiers."""
         return True
 
     def release_stores(self, num_blocks: int) -> None:
-        """Do nothing, as `reserve_stores`."""
+        """Do nothing; see `reserve_stores`."""
 
     def ask_idle(self) -> tuple[HostLink | None, int]:
         """Ask the server to tell when no job of a tier is in flight; `is_idle` has the answer."""
@@ -182,10 +183,10 @@ class HostStack(BlockFacade[ProgramManager]):
     """The cache of a host, with the calls of a `Stack` but `counters` and `explain`. Any thread may call it.
 
     While the server is away, nothing is stored and every block is a miss. The program is attached again when the server
-    is back. `put` counts what it has handed over at once, and asks for no receipt: a server that has just been stopped
-    stores it when it goes on, and one that ends loses it with all of its memory. Of more blocks than it hands over at
-    once (256, or a quarter of the memory) it counts those that the server then says it has. It does not wait for the
-    tiers below: of blocks over a `store_budget` they store none.
+    is back. `put` counts the blocks that it has handed over at once, and asks for no receipt: a server that has just
+    been stopped stores them when it goes on, and a server that ends loses them with all of its memory. Of more blocks
+    than it hands over at once (256, or a quarter of the memory) it counts the ones that the server then reports. It
+    does not wait for the tiers below: of blocks over a `store_budget` they store none.
 
     Args:
         attachment: Has a connection.

@@ -112,11 +112,11 @@ class ServerConnection:
             if is_late and not self.is_silent:
                 self.is_silent = True
                 self._silence.begin(now_s, _SILENT, Lost(0, 0))
-                link.channel.add(protocol.PING)  # its answer ends the silence, whatever became of the questions
+                link.channel.add(protocol.PING)  # its answer ends the silence, also if the questions are lost
             elif self.is_silent:
                 self._silence.go_on(now_s)
             link.channel.flush()
-        except Exception as error:  # also what nobody expected of a server: it costs the connection only
+        except Exception as error:  # of any kind: it costs the connection only
             self.lose(reason_for(error))
 
     def send(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
@@ -169,7 +169,7 @@ class ServerConnection:
     # Rows to write.
 
     def ask_rows(self, wanted: int) -> None:
-        """Ask for rows to write if there are fewer than `wanted`, with those that were asked for."""
+        """Ask for rows to write if there are fewer than `wanted`, requested ones included."""
         link = self.link
         if link is None:
             return
@@ -262,7 +262,7 @@ class ServerConnection:
         if link.welcome.instance != self._instance:
             self._instance, self._epochs_before = link.welcome.instance, self.epoch
             self._resets_owed += self._clock() - self._reset_s < RESET_S
-        elif self._resets_owed:  # what the server has made of them is not known, nor whether others have reset it
+        elif self._resets_owed:  # whether the server has made them is not known, nor whether others have reset it
             self._reach(self.epoch + 1)
         self._resets_owed = 0 if link.resets_seen == self._attachment.resets.count else min(self._resets_owed, 1)
         count = link.welcome.epoch + self._resets_owed

@@ -13,7 +13,7 @@ CONNECTIONS_MAX: Final = 1024
 CONNECTIONS_MIN: Final = 8
 """So many are taken however few descriptors there are."""
 OF_A_CONNECTION: Final = 2
-"""The socket, and what shows the end of its process."""
+"""The socket, and the descriptor that shows the end of its process."""
 _OWN: Final = 32
 """Descriptors of the server itself: files of memory, the log, the pages."""
 _LIMIT_MAX: Final = 1 << 16

@@ -1,4 +1,4 @@
-"""What vLLM gets from a host's server: an attached manager, and the poll of an engine that is idle.
+"""The manager that vLLM gets from a host's server: an attached manager, and the poll of an engine that is idle.
 
 `tiered_kv_vllm.attached` opens it, and the scheduler's thread calls it. While the engine has no request, the thread of
 `IdlePoll` polls. So each call that begins or ends a request, ends a step or resets holds the lock; lookups and

@@ -54,9 +54,9 @@ FREE_MEMORY_S: Final = 5.0
 
 
 class HostBackend(CPUBackend):
-    """Rows whose generation changes when they are freed: engines see that a block is gone.
+    """Rows with a generation that changes when they are freed: engines see that a block is gone.
 
-    Those that are not allocated yet are not free: to write to one might kill an engine.
+    Rows without memory yet are not free: to write to one might kill an engine.
     """
 
     region: HostRegion
@@ -93,7 +93,7 @@ class HostSession(Protocol):
 
 
 class Host:
-    """A stack whose rows engines map. Made by any thread; then owned by the server's.
+    """A stack with rows that engines map. Made by any thread; then owned by the server's.
 
     Args:
         config: The stack.
@@ -181,7 +181,7 @@ class Host:
         return max(0, leases_max - sum(each.leases for each in self.sessions.values()))
 
     def observed(self) -> Observed:
-        """Return what exporters read. Any thread may call."""
+        """Return the objects that exporters read. Any thread may call."""
         return dataclasses.replace(self.stack.observed(), snapshot=self._snapshot)
 
     def _snapshot(self) -> Snapshot:
@@ -222,7 +222,7 @@ class Host:
         return Welcome(
             instance=self.instance,
             namespace=self.config.identity.digest.hex(),
-            rows=usable,  # who pins them pins no other
+            rows=usable,  # an engine that pins them pins no other
             row_bytes=self.config.block.bytes,
             block_tokens=self.config.block.tokens,
             epoch=self.epoch,
@@ -267,13 +267,13 @@ class Host:
             self._history.work(is_idle=is_idle)
 
     def show_costs(self) -> None:
-        """Show what computing costs the slowest engine, for which loads save the most."""
+        """Show the cost of computing of the slowest engine: loads save it the most."""
         costs = [each.cost for each in self.sessions.values() if each.cost.is_known]
         if costs and self.config.is_prefill_measured:
             self.manager.shown_cost = max(costs, key=attrgetter("block_s"))
 
     def look_for_resets(self) -> None:
-        """Carry out what was asked for by the file alone: its process ended, or knew no server."""
+        """Carry out the resets that only the file asks for: its process ended, or knew no server."""
         if self._resets.asked() != self._begun:
             self.reset(None)
 
@@ -294,7 +294,7 @@ class Host:
 
     def _reset_all(self, number: int = 0) -> None:
         asked = self._resets.asked()
-        # Not all that were asked for: who resets twice, and stores then, counts two.
+        # Not all resets: an engine that resets twice, and then stores, counts two.
         self._begun, self._is_written = min(number or asked, asked), False
         self.manager.reset_cache()
 
@@ -311,7 +311,7 @@ class Host:
         return bytes(self._tiers.get(sources.get(key, ""), 0) for key in keys)
 
     def close(self, timeout: float) -> None:
-        """Close the stack. Engines keep what they have mapped, and this process writes no row any more."""
+        """Close the stack. Engines keep their mappings, and this process writes no row any more."""
         for session in self.sessions.values():
             session.close()
         self.region.stop_allocating()

@@ -33,7 +33,7 @@ class IdlePoll:
         self._lock = lock
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        with suppress(ResourceError):  # without it, the next call notices what has become of the server
+        with suppress(ResourceError):  # without it, the next call notices the server's end
             self._thread = start_thread(self._run, "tiered-kv-idle")
 
     def stop(self) -> None:

@@ -33,7 +33,8 @@ ROWS_MIN: Final = 2
 """A server without memory for so many does not start."""
 SPARE_BYTES: Final = 32 << 20
 SPARE_SHARE: Final = 8
-"""What rows leave free: so many bytes, or one byte in so many of theirs. The server needs memory of its own."""
+"""The memory that rows leave free: so many bytes, or one byte in so many of theirs. The server needs memory of its
+own."""
 _LOOK_BYTES: Final = 64 << 20
 """After so many bytes of rows, the server looks anew at how much memory is free."""
 _POLL_S: Final = 0.05
@@ -59,7 +60,7 @@ class SealedRegion(PrimaryRegion):
     fd = -1
 
     def close(self) -> bool:
-        """Unmap the region as `PrimaryRegion` does. Other processes keep what they have mapped."""
+        """Unmap the region; see `PrimaryRegion`. Other processes keep their mappings."""
         is_closed = True
         if getattr(self, "_mapping", None) is not None:  # there is none if it could not be mapped
             self.unpin()
@@ -86,7 +87,7 @@ class HostRegion(SealedRegion):
             on any node.
         numa_node: Bind the memory to this node, for all processes that map it.
         wait_s: How long to wait until enough memory is free: engines may still have mapped that of a killed server.
-        prefault: Allocate all rows in the background, and hand out only those that are allocated. Without it, a page
+        prefault: Allocate all rows in the background, and hand out only rows that have memory. Without it, a page
             counts for the process that touches it first. Reserved huge pages are always allocated.
 
     Raises:
@@ -109,7 +110,7 @@ class HostRegion(SealedRegion):
         self._least_bytes = min(ROWS_MIN, num_blocks) * block_bytes
         self._numa_node = numa_node
         self._allocation: RowAllocation | None = None
-        self._lacking = ""  # what to do to have reserved huge pages
+        self._lacking = ""  # how to get reserved huge pages
         self.is_reserved = False
         try:
             mapped = self._map_reserved(wanted, wait_s) if reserved else None
@@ -255,7 +256,7 @@ class Generations:
         current += np.uint32(1)
 
     def close(self) -> None:
-        """Close and unmap the file. Engines keep what they have mapped. A second call does nothing."""
+        """Close and unmap the file. Engines keep their mappings. A second call does nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -263,7 +264,7 @@ class Generations:
 
 
 def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> SealedRegion:
-    """Map the rows of a server, which may run as another user: the socket has shown who it is.
+    """Map the rows of a server, which may run as another user: the socket has shown its user.
 
     A forked child does not inherit the rows, since the server gives them to others when this process has ended. In the
     child every access to them is a SIGSEGV; to close the region there is safe and does nothing to the parent's.
@@ -297,7 +298,7 @@ def map_generations(fd: int, rows: int) -> memoryview:
         rows: How many rows there are.
 
     Raises:
-        ResourceError: As `map_host_region`.
+        ResourceError: See `map_host_region`.
     """
     with needing_resources("the generations of the host's cache cannot be mapped"):
         return memoryview(mmap.mmap(fd, rows * 4, prot=mmap.PROT_READ)).cast("I")

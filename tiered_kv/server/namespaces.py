@@ -162,7 +162,7 @@ class Namespaces:
         except TieredKVError as error:
             _log.error("a stack cannot be opened: %s", error_text(error, config.secret_texts()))
             opened = error
-        except BaseException as error:  # SystemExit of a tier, too: who waits for the stack gets an answer
+        except BaseException as error:  # SystemExit of a tier, too: engines that wait for the stack get an answer
             _log.exception("a stack cannot be opened")
             opened = TieredKVError(f"a stack cannot be opened: {type(error).__name__}")
         call_soon(lambda: self._opened(config.identity.digest, opened))
@@ -221,7 +221,7 @@ class Namespaces:
 
 
 def _is_host_client(tier_type: object) -> bool:
-    with suppress(ConfigError):  # of a type that is unknown, for example: the opening says so
+    with suppress(ConfigError):  # for example an unknown type: the opening reports it
         return isinstance(tier_type, str) and ":" not in tier_type and tier_plugins().resolve(tier_type).is_host_client
     return False
 

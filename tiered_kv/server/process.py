@@ -59,7 +59,8 @@ def open_pidfd(sock: socket.socket, pid: int) -> int:
 
 
 def _identity_of(pidfd: int) -> tuple[int, int] | None:
-    """Return what only descriptors of the same process have: an inode of their own, from Linux 6.9 on; None before."""
+    """Return a value that only descriptors of the same process have: an inode of their own, from Linux 6.9 on; None
+    before."""
     status, shared = os.fstat(pidfd), _anonymous_device()
     return None if shared is None or status.st_dev == shared else (status.st_dev, status.st_ino)
 

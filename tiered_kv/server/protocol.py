@@ -60,8 +60,8 @@ PACKET_BYTES_MAX: Final = 64 << 10
 KEYS_MAX: Final = 512
 """Keys of a message."""
 KEY_BYTES_MAX: Final = 96
-ID_BYTES_MAX: Final = 400  # of a request's id; clients send 100 characters of it
-HINTS_BYTES_MAX: Final = 4096  # of a request; clients send some 100
+ID_BYTES_MAX: Final = 400  # a request's id; clients send 100 characters of it
+HINTS_BYTES_MAX: Final = 4096  # a request's hints; clients send some 100
 ROWS_MAX: Final = 4096
 """Rows of a message."""
 REQUEST_KEYS_MAX: Final = 1 << 17
@@ -71,7 +71,7 @@ HELLO, BEGIN, ACQUIRE, EXPECT, RELEASE, COMMIT, END, GRANT, RETURN, RESET, PING,
 WELCOME, REFUSED, WORKERS, ANSWER, KNOWN, STORED, GRANTED, EPOCH, PONG, GOODBYE = range(65, 75)
 
 AHEAD: Final = 1
-"""Flag of ACQUIRE: the request waits in the engine's queue. Lease what is ready, and begin to promote the rest."""
+"""Flag of ACQUIRE: the request waits in the engine's queue. Lease ready blocks, and begin to promote the others."""
 ONLY_KNOWN: Final = 2
 """Flag of ACQUIRE: the engine has these blocks; say which are stored."""
 ONLY_STORED: Final = 4
@@ -98,7 +98,7 @@ EXPECTED: Final = struct.Struct("<IIII4d")
 
 
 class ProtocolError(TieredKVError):
-    """The other side sent what it must not send, or does not read. The connection ends."""
+    """The other side sent a forbidden message, or does not read. The connection ends."""
 
 
 class ClosedError(TieredKVError):
@@ -123,7 +123,7 @@ _Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who a client is.
+    """The identity of a client.
 
     Args:
         name: Of the session. All processes of an engine have the same, and no two engines.

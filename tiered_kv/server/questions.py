@@ -1,4 +1,4 @@
-"""What an engine asks of a namespace and waits for: whether a tier has blocks, and when no job of a tier is in flight.
+"""The questions of an engine that it waits for: whether a tier has blocks, and when no job of a tier is in flight.
 
 A session makes one. Its methods are called on the server's thread. An answer comes in a later step, in the order of the
 questions of a request; how many may wait is bounded.
@@ -46,7 +46,7 @@ class Questions:
         self._keys += len(keys)
 
     def ask_idle(self, number: int) -> None:
-        """Note a PING that waits until no job is in flight; raises as `ask`."""
+        """Note a PING that waits until no job is in flight; raises: see `ask`."""
         if len(self.idle_pings) >= QUESTIONS_MAX:
             raise ProtocolError(f"more than {QUESTIONS_MAX} questions wait for an answer")
         self.idle_pings.append(number)

@@ -1,12 +1,12 @@
 """The file that keeps resets which processes of a host ask for, while their server is away or ends.
 
 A namespace has one, beside the server's socket. It begins with a number: how many resets the tiers below have written.
-Whoever asks for a reset appends a byte, and then sends RESET. So the file's length says how many were asked for. A
+An engine that wants a reset appends a byte, and then sends RESET. So the file's length says how many were asked for. A
 server that finds another number there, at its start or later, resets the namespace. It changes the number once all
-tiers have written the reset. What is damaged, or another user's, counts as asked for.
+tiers have written the reset. A damaged file, or another user's, counts as a wanted reset.
 
-The server hands schedulers a descriptor of the file. They can append whatever user they are, wherever the socket is in
-their container, and when the server has gone. The file is never replaced or cut while it has a name.
+The server hands schedulers a descriptor of the file. They can append as any user, with the socket at any place in their
+container, and when the server has gone. The file is never replaced or cut while it has a name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tiered_kv.system.permissions import FILE_MODE, check_file
 
 _WRITTEN: Final = struct.Struct("<q")
 _DIGEST_CHARACTERS: Final = 16
-_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # what is no file, but a pipe, keeps nobody waiting
+_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in place of the file lets no call wait
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class ResetFile:
         if not os.path.samestat(status, os.fstat(self.fd)):
             raise FileExistsError(f"{path} was replaced")
         if not status.st_size:
-            os.write(self.fd, _WRITTEN.pack(0))  # behind what a client appends now: then it is no header, but a reset
+            os.write(self.fd, _WRITTEN.pack(0))  # if a client appends now, this is no header, but a reset
         elif status.st_size < _WRITTEN.size:  # the header is lost, so that a reset counts as asked for
             os.pwrite(self._own_fd, _WRITTEN.pack(-1), 0)
 

@@ -35,7 +35,7 @@ UNREAD_BYTES_MAX: Final = 8 << 20
 UNREAD_ALL_BYTES_MAX: Final = 64 << 20
 """Bytes that all clients together may leave unread; then the one with the most loses its connection."""
 HELLO_S: Final = 5.0
-"""How long a connection may take to say who it is."""
+"""How long a connection may take to identify itself."""
 ACCEPT_PAUSE_S: Final = 0.5
 """How long no connection is taken once the system has no descriptor or no memory for one."""
 _PACKETS_A_TURN: Final = 16
@@ -55,7 +55,7 @@ class CacheServer:
     Args:
         listener: A listening unix socket of packets (SOCK_SEQPACKET); the server closes it.
         namespaces: Opens and keeps the stacks; the server closes it.
-        users: Numbers of the users whose processes may connect, besides this process's own, and root.
+        users: Numbers of the users that may connect, besides this process's own, and root.
         pidfd_of: Returns a descriptor that is readable once the peer of a socket has ended, or -1.
     """
 
@@ -136,7 +136,7 @@ class CacheServer:
             self._fail(process, error)
 
     def _host_failed(self, host: Host, error: Exception) -> None:
-        """End the connections of a namespace whose step has failed: none of its engines waits for an answer."""
+        """End the connections of a namespace after its step has failed: none of its engines waits for an answer."""
         self._note(error)
         for process in [each for each in self._channels.values() if each.session and each.session.host is host]:
             self._fail(process, error)
@@ -320,7 +320,7 @@ class CacheServer:
         processes = [process for process in self._channels.values() if process.session is session]
         workers = sum(process.is_mapped for process in processes)
         for process in processes:
-            with suppress(ProtocolError):  # who does not read loses its connection elsewhere
+            with suppress(ProtocolError):  # a client that does not read loses its connection elsewhere
                 process.channel.add(protocol.WORKERS, workers, count=session.channel is not None)
 
     def _disconnect(self, process: Process) -> None:
@@ -394,7 +394,7 @@ class CacheServer:
 
 
 def _asks_reset(channel: Channel) -> bool:
-    """Return whether a RESET is among what the other side has sent, and nobody has read."""
+    """Return whether a RESET is among the unread messages of the other side."""
     with suppress(TieredKVError):
         return any(each.code == protocol.RESET for each in channel.receive(_PACKETS_A_TURN * _TURNS_OF_THE_DEAD))
     return False

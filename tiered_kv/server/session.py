@@ -76,7 +76,7 @@ class Session:
         return bool(self.granted or self.leases)
 
     def handle(self, message: Message) -> None:
-        """Do what a message of the scheduler asks for.
+        """Carry out a message of the scheduler.
 
         Raises:
             ProtocolError: It may not ask for that.
@@ -127,7 +127,7 @@ class Session:
                 elif left > 0:
                     left -= min(left, request.unanswered)
                     self._look_up(request, ASKED_AGAIN_MAX)
-                    if request.number in self.waiting:  # behind those that were not looked up
+                    if request.number in self.waiting:  # behind the ones that were not looked up
                         self.waiting[request.number] = self.waiting.pop(request.number)
         self.questions.answer(self._tell_stored)
         if self.questions.idle_pings and not manager.jobs_in_flight:
@@ -270,7 +270,7 @@ class Session:
                 codes[index] = manager.primary.blocks[request.keys[index]].block_id
                 ready.append(codes[index])
             elif answer is not None:  # a scheduled request does not wait for room
-                codes[index] = protocol.MISSING  # those behind may be of use: an engine asks for a window's end first
+                codes[index] = protocol.MISSING  # later blocks may be of use: an engine asks for a window's end first
         self._answer(request, ready)
 
     def _lease_ready(self, request: SessionRequest, *, ends_at_miss: bool = False) -> None:
@@ -312,7 +312,7 @@ class Session:
         return list(map(_row_of, ready))
 
     def _end_prefix(self, request: SessionRequest, index: int) -> None:
-        """Note that a block is missing, and with it those behind it."""
+        """Note that a block is missing, and with it all blocks behind it."""
         request.codes[index:] = protocol.codes_of(protocol.MISSING, len(request.codes) - index)
 
     @property
@@ -320,7 +320,7 @@ class Session:
         return min(self.host.leases_max - self.leases, self.host.lease_room)
 
     def _answer(self, request: SessionRequest, ready: Sequence[int], behind: int = 0) -> None:
-        """Tell the engine what has changed, then pin the `ready` rows; `behind` others wait only for those before."""
+        """Tell the engine the changes, then pin the `ready` rows; `behind` others wait only for earlier ones."""
         codes, first = request.codes, request.answered
         waiting = codes.count(protocol.WAITING) if first + len(ready) < len(codes) else 0
         request.unanswered = waiting - behind

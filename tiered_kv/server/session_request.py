@@ -67,7 +67,7 @@ class SessionRequest:
         return self._keys
 
     def end_prefix(self, missing: int) -> None:
-        """Note that a block of a prefix is missing: what waits behind it, and what is named later, does not come."""
+        """Note that a block of a prefix is missing: blocks behind it, and blocks that are named later, do not come."""
         self.has_hole = True
         for index in range(missing, len(self.codes)):
             if self.codes[index] == protocol.WAITING:
@@ -85,7 +85,7 @@ class SessionRequest:
             answers: Whether the block at each of these places is ready (True), missing (False), or may come.
 
         Returns:
-            These rows, and how many other blocks are ready and wait only for those before them.
+            These rows, and how many other blocks are ready and wait only for earlier ones.
         """
         if False in answers:
             self.end_prefix(asked[answers.index(False)])
@@ -97,7 +97,7 @@ class SessionRequest:
         return rows, 0 if self.lacks_leases else answers.count(True) - ready
 
     def unsplit_from(self, first: int) -> list[tuple[bytes, int]]:
-        """Return the messages whose keys are those from `first` on; none if these have been split."""
+        """Return the messages with the keys from `first` on; none if these have been split."""
         at = len(self._keys)
         for index, (_, count) in enumerate(self.unsplit):
             if at == first:
@@ -107,7 +107,7 @@ class SessionRequest:
 
 
 def params_of(hints: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """Return the parameters of a request with its hints, without what they do not mean: clients write them.
+    """Return the parameters of a request with its hints, without other entries: clients write them.
 
     Invalid ones stay invalid, so that they are counted.
     """
@@ -121,8 +121,8 @@ class RowIndex:
     """Remembers prefixes as they were last seen, one behind the other in a ring. Owned by the server's thread.
 
     To find 512 keys in a dictionary that has left the processor's cache takes 0.2 ms, and an engine's step waits. Here
-    the first key's row leads to where its prefix stands. That is a guess. It holds for as many keys as stand there, and
-    whose rows still have the noted generations: a row gets another when it is freed.
+    the first key's row leads to where its prefix stands. That is a guess. It holds for the keys in it with rows of the
+    noted generations: a row gets another when it is freed.
 
     Args:
         blocks: The primary tier's, by key.

@@ -1,7 +1,8 @@
-"""Who may connect to a server: its own user, root, and those that are allowed, by the numbers that the kernel shows.
+"""The users that may connect to a server: its own user, root, and allowed ones, by the numbers that the kernel shows.
 
-The command and the server make one, on the server's thread. In a user namespace whose map leaves users out, the kernel
-shows all of these as one number, the overflow user (user_namespaces(7)). It is nobody in particular, so never allowed.
+The command and the server make one, on the server's thread. In a user namespace with a map that leaves users out, the
+kernel shows all of these as one number, the overflow user (user_namespaces(7)). It is no certain user, so never
+allowed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TO_DO: Final = (
 
 
 class Users:
-    """The users whose processes may connect.
+    """The users that may connect.
 
     Args:
         allowed: Numbers of users, besides this process's own, and root.
@@ -44,7 +45,7 @@ class Users:
         self.numbers = {0, os.geteuid(), *allowed} - {self._nobody}
 
     def refusal(self, uid: int) -> str:
-        """Return why a process of a user may not connect, and what to do; "" if it may."""
+        """Return why a process of a user may not connect, and the remedy; "" if it may."""
         if uid in self.numbers:
             return ""
         if uid == self._nobody:

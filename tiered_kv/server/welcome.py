@@ -1,7 +1,9 @@
-"""Checks of what a server answers to HELLO: its fields, and the files that come with them. Whoever attaches calls them.
+"""Checks of a server's answer to HELLO: its fields, and the files that come with them. A client calls them while it
+attaches.
 
-Another version, a faulty server, or whoever has taken the socket's path may answer anything. What passes here can be
-used without a further look: no row is outside the memory, and no access is behind the end of a file, a SIGBUS.
+Another version, a faulty server, or another program at the socket's path may answer anything. An answer that passes
+here can be used without a further look: no row is outside the memory, and no access is behind the end of a file, a
+SIGBUS.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     """Return the server's answer, and the files that come with it, which the caller closes."""
     try:
         packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 3)
-    except ConnectionResetError:  # it has left our message unread; what it sent comes next (unix(7))
+    except ConnectionResetError:  # it has left our message unread; its own comes next (unix(7))
         packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 3)
     return packet, fds
 
@@ -38,7 +40,7 @@ def welcome_of(packet: bytes) -> Welcome:
     """Return the server's answer to HELLO.
 
     Raises:
-        ConfigError: It refuses, speaks another version, or says what cannot be.
+        ConfigError: It refuses, speaks another version, or gives impossible values.
         OSError: It has closed the connection.
     """
     try:

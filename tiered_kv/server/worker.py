@@ -70,7 +70,7 @@ class HostWorker:
 
     Raises:
         ConfigError: The server refuses this process, or its rows cannot be mapped or pinned.
-        ValueError: As `open_handlers`.
+        ValueError: See `open_handlers`.
     """
 
     def __init__(self, attachment: Attachment, open_handlers: OpenHandlers) -> None:
@@ -79,7 +79,7 @@ class HostWorker:
         self._lock = threading.Lock()  # guards the rows; held while a transfer is submitted, never while one is awaited
         self._rows: dict[str, _MappedRows] = {}
         """By the server's instance."""
-        self._link: HostLink | None = None  # of the thread, once that runs
+        self._link: HostLink | None = None  # the thread's, once it runs
         self._has_scheduler = False
         self._closed = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -133,7 +133,7 @@ class HostWorker:
         self._attachment.close()
         self._thread.join(JOIN_S)
         self._close_rows()
-        if self._thread.is_alive():  # it maps or pins, and closes what it has then
+        if self._thread.is_alive():  # it maps or pins, and closes its mapping then
             return
         os.close(self._wake_fd)
         if self._link is not None:
@@ -161,7 +161,7 @@ class HostWorker:
                 else:
                     self._closed.wait(pause_s)
                     pause_s = min(2 * pause_s, RETRY_MAX_S)
-            except Exception as error:  # also what nobody expected: the next connection may be better
+            except Exception as error:  # of any kind: the next connection may be better
                 self._attachment.lost(reason_for(error))
                 self._unlink()
                 self._closed.wait(pause_s)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class AsyncStack:
-    """An open stack, whose calls are awaited. Use it on one event loop; other threads may use the stack itself.
+    """An open stack with calls to await. Use it on one event loop; other threads may use the stack itself.
 
     Each call is one of `Stack`, with its arguments, results and errors. It runs on a thread of the event loop's default
     executor, which limits how many run at a time. `timeout` counts also while the call waits for a thread.
@@ -45,7 +45,7 @@ class AsyncStack:
         hints: HintsAsGiven = None,
         epoch: int | None = None,
     ) -> int:
-        """As `Stack.put`."""
+        """See `Stack.put`."""
         epoch = self.stack.epoch if epoch is None else epoch  # not when a thread is free
         return await _finish(
             lambda left_s: self.stack.put(keys, blocks, timeout=left_s, hints=hints, epoch=epoch), timeout
@@ -69,25 +69,25 @@ class AsyncStack:
         *,
         hints: HintsAsGiven = None,
     ) -> Blocks | int:
-        """As `Stack.get`."""
+        """See `Stack.get`."""
         if out is None:
             return await _finish(lambda left_s: self.stack.get(keys, timeout=left_s, hints=hints), timeout)
         return await _finish(lambda left_s: self.stack.get(keys, out, left_s, hints=hints), timeout)
 
     async def contains(self, keys: Sequence[bytes], timeout: float = 1.0) -> int:
-        """As `Stack.contains`."""
+        """See `Stack.contains`."""
         return await _finish(lambda left_s: self.stack.contains(keys, left_s), timeout)
 
     async def prefetch(self, keys: Sequence[bytes], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
-        """As `Stack.prefetch`."""
+        """See `Stack.prefetch`."""
         return await _finish(lambda left_s: self.stack.prefetch(keys, left_s, hints=hints), timeout)
 
     async def flush(self, timeout: float = 10.0) -> bool:
-        """As `Stack.flush`."""
+        """See `Stack.flush`."""
         return await _finish(self.stack.flush, timeout)
 
     async def close(self, timeout: float = 5.0) -> None:
-        """As `Stack.close`."""
+        """See `Stack.close`."""
         await _finish(lambda _: self.stack.close(timeout), timeout, always=True)
 
     async def __aenter__(self) -> AsyncStack:
@@ -98,7 +98,7 @@ class AsyncStack:
 
 
 async def _finish(call: Callable[[float], T], timeout: float, *, always: bool = False) -> T:
-    """Return the result of `call`, which runs on a thread with what is left of `timeout`.
+    """Return the result of `call`, which runs on a thread with the rest of `timeout`.
 
     If this is cancelled, wait for the call's end, if it has begun or `always` runs.
     """
@@ -118,6 +118,6 @@ async def _finish(call: Callable[[float], T], timeout: float, *, always: bool = 
             if not always and claim.acquire(blocking=False):
                 raise
     if is_cancelled:
-        running.exception()  # else asyncio logs that nobody has asked for it
+        running.exception()  # else asyncio logs an exception without a reader
         raise asyncio.CancelledError
     return cast("T", running.result())

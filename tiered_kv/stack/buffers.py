@@ -22,13 +22,13 @@ def rows_in(buffer: AnyBuffer, count: int, block_bytes: int, name: str, *, writa
     A uint8 array of this shape may also be a part of a larger one, with gaps between its rows.
 
     Args:
-        name: What errors call the buffer.
+        name: The name of the buffer in errors.
 
     Raises:
-        TypeError, ValueError: As `bytes_in`, or the buffer has another size.
+        TypeError, ValueError: See `bytes_in`; or the buffer has another size.
     """
     wanted = (count, block_bytes)
-    has_mask = hasattr(buffer, "mask")  # rows of a masked array may not take what is written
+    has_mask = hasattr(buffer, "mask")  # rows of a masked array may not take a write
     if isinstance(buffer, np.ndarray) and buffer.dtype == np.uint8 and buffer.shape == wanted and not has_mask:
         if buffer.size and buffer.strides[1] != 1:
             raise ValueError(f"{name} must have contiguous rows; pass numpy.ascontiguousarray({name})")
@@ -62,7 +62,7 @@ def bytes_in(buffer: AnyBuffer, name: str) -> Blocks:
             raise ValueError(f"{name} must have its own bytes; pass its .resolve_conj().resolve_neg()")
         flat: Blocks = buffer.detach().reshape(-1).view(torch.uint8).numpy()  # numpy has no bfloat16
         return flat
-    if isinstance(buffer, np.ndarray):  # whose type may have no memoryview, such as ml_dtypes' bfloat16
+    if isinstance(buffer, np.ndarray):  # some types have no memoryview, such as ml_dtypes' bfloat16
         has_objects, is_contiguous = buffer.dtype.hasobject, buffer.flags.c_contiguous
     else:
         try:

@@ -51,7 +51,7 @@ class StackCalls(Generic[M]):
         """Guards the manager, and the three fields below."""
         self._idle = threading.Condition(self._lock)
         self._calls = 0
-        self._is_closed = False  # no call begins, and those that run end at their next step
+        self._is_closed = False  # no call begins, and running calls end at their next step
         self._is_shut_down = False  # the manager is gone
         self._pid = os.getpid()
         self._request_numbers = itertools.count()
@@ -107,7 +107,7 @@ class StackCalls(Generic[M]):
             pause_s = self._pause(pause_s)
 
     def _pause(self, pause_s: float) -> float:
-        """Wait so long for what a call waits for, and return how long to wait the next time."""
+        """Wait this long for the event that a call needs, and return how long to wait the next time."""
         return pause(pause_s)
 
     def _run(self, call: Callable[[], T]) -> T:

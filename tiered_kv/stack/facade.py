@@ -52,8 +52,8 @@ class BlockFacade(StackCalls[M]):
 
         Blocks are stored in the primary tier, and go to the secondary tiers in the background. `put` waits while their
         store budgets are used up. Without secondary tiers, or time, no more blocks are stored than the primary tier
-        holds: each further block would evict one before it. Of blocks that no tier has taken, those that are still
-        there count.
+        holds: each further block would evict one before it. Of blocks that no tier has taken, the ones that are still
+        in memory count.
 
         Args:
             keys: Block hashes, in the order of their prefix. A hash that appears twice is stored once, with its first
@@ -116,7 +116,8 @@ class BlockFacade(StackCalls[M]):
         return rows[:loaded] if out is None else loaded
 
     def contains(self, keys: Sequence[bytes], timeout: float = 1.0) -> int:
-        """Return the length of the prefix of `keys` that is stored in any tier: what `get` would load, if it had time.
+        """Return the length of the prefix of `keys` that is stored in any tier: the blocks that `get` would load, if it
+        had time.
 
         No block is loaded, and no use, hit or miss is counted. A block may be evicted after the call.
 
@@ -244,7 +245,7 @@ class BlockFacade(StackCalls[M]):
         *,
         stall_s: float = 0.0,
     ) -> int:
-        """Return what `_prefix` does, for a request that has begun; after `end_s` wait `stall_s` for each answer."""
+        """Return `_prefix` for a request that has begun; after `end_s` wait `stall_s` for each answer."""
         taken, count, pause_s = 0, len(keys), PAUSE_MIN_S
         stalled_s = time.monotonic() + stall_s if stall_s else end_s
         while taken < count:

@@ -30,7 +30,7 @@ from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.requests import ManagerLimits
 
-if TYPE_CHECKING:  # what only some stacks use is imported when they use it
+if TYPE_CHECKING:  # modules that only some stacks use are imported when they use them
     from tiered_kv.stack.exporters.events import EventPublisher
     from tiered_kv.stack.exporters.server import StatusServer
     from tiered_kv.stack.exporters.status import Explanation, Observed
@@ -50,14 +50,14 @@ def open_stack(source: _Source) -> Stack:
 
     Raises:
         ConfigError: The configuration cannot be used.
-        TierError: A tier cannot be opened. Whatever was opened before it is closed again.
+        TierError: A tier cannot be opened. All that was opened before it is closed again.
         ResourceError: The system refuses a thread, a descriptor or memory.
     """
     return _open(source, Stack)
 
 
 def open_engine_stack(source: _Source, *, enable_events: bool = False) -> EngineStack:
-    """Open a stack for an engine of one process, whose scheduler calls its `manager`; otherwise as `open_stack`.
+    """Open a stack for an engine of one process: its scheduler calls the `manager`. Otherwise see `open_stack`.
 
     With `enable_events`, `take_events` of the manager reports stored and removed blocks, if the configuration has no
     publisher of events.
@@ -82,7 +82,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
     """The base of `Stack` and `EngineStack`. Any thread may call the methods.
 
     A stack belongs to the process that opened it. In a child that is forked the threads of its tiers do not run: there
-    these methods raise ShutdownError, `close` does nothing, and what the parent does is not disturbed.
+    these methods raise ShutdownError, `close` does nothing, and the parent's work is not disturbed.
 
     Args:
         backend: Rows of an existing region with the sizes of `config`; the stack closes the region.
@@ -175,7 +175,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         return self._run(self._snapshot)
 
     def observed(self) -> Observed:
-        """Return what exporters read: the manager, too, for what any thread may ask it."""
+        """Return the objects that exporters read: the manager, too, for what any thread may ask it."""
         from tiered_kv.stack.exporters.status import Observed
 
         return Observed(self.config, self.history, self._manager, self.opened_s, self.snapshot)
@@ -223,7 +223,7 @@ class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
 
 
 class EngineStack(AnyStack):
-    """An open stack of an engine, whose scheduler uses the manager: `open_engine_stack` opens it."""
+    """An open stack of an engine; its scheduler uses the manager: `open_engine_stack` opens it."""
 
     @property
     def manager(self) -> TieringOffloadingManager:
@@ -241,7 +241,7 @@ class EngineStack(AnyStack):
         return self.region.kv_view
 
     def explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
-        """Return as `Stack.explain`, of blocks by their whole keys."""
+        """Return the explanations of blocks by their whole keys; see `Stack.explain`."""
         return self._explain(keys)
 
 
@@ -263,7 +263,7 @@ def open_tier(
 
 
 def needs_of(config: StackConfig, *, has_rows: bool = True) -> list[Need]:
-    """Return what a stack needs of this process's limits; without `has_rows`, its rows are reserved huge pages."""
+    """Return a stack's needs of this process's limits; without `has_rows`, its rows are reserved huge pages."""
     region_bytes = config.primary_blocks * config.block.bytes
     takes = [Take("memory", region_bytes, "primary.capacity")] if has_rows else []
     for index, tier in enumerate(config.secondary):
@@ -345,7 +345,7 @@ def open_server(config: StackConfig) -> StatusServer | None:
     from tiered_kv.stack.exporters.metrics import StackCollector
     from tiered_kv.stack.exporters.server import StatusServer
 
-    StackCollector(Snapshot)  # whoever checks a stack opens no more than this server: a missing extra is told here
+    StackCollector(Snapshot)  # a check of a stack opens no more than this server: a missing extra is reported here
     return StatusServer(*config.metrics.address)
 
 

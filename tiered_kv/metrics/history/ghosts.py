@@ -24,11 +24,10 @@ _LOW: Final = np.uint64(_HASHES - 1)
 class Ghosts:
     """Estimates of the hits of a tier with a capacity of `blocks` at other sizes. The caller serializes all calls.
 
-    A ghost is an LRU list of keys without bytes. It follows blocks whose hash falls into a fixed share of all hashes,
-    and its size is that share of the tier's:
-    C. Waldspurger, N. Park, A. Garthwaite and I. Ahmad, "Efficient MRC Construction with SHARDS" (FAST 2015). As
-    SHARDS-adj does, it estimates misses and takes all else for hits. A few blocks have many of the hits, and the sample
-    may have too many or too few of these blocks; misses come from many blocks.
+    A ghost is an LRU list of keys without bytes. It follows blocks with a hash in a fixed share of all hashes, and its
+    size is that share of the tier's: C. Waldspurger, N. Park, A. Garthwaite and I. Ahmad, "Efficient MRC Construction
+    with SHARDS" (FAST 2015). As SHARDS-adj does, it estimates misses and takes all else for hits. A few blocks have
+    many of the hits, and the sample may have too many or too few of these blocks; misses come from many blocks.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -37,7 +36,7 @@ class Ghosts:
         self._limits = [max(1, round(times * blocks * self._share)) for times in SIZES.values()]
         self._followed: list[OrderedDict[int, None]] = [OrderedDict() for _ in SIZES]
         self._uses = 0
-        self._misses = [0] * len(SIZES)  # of the sample
+        self._misses = [0] * len(SIZES)  # the sample's
         self._reported = [0] * len(SIZES)
 
     def use(self, digests: Hashes) -> None:

@@ -1,4 +1,4 @@
-"""The ledger of the history: what became of blocks, why requests missed them, and the counts."""
+"""The ledger of the history: the fates of blocks, the reasons of misses, and the counts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BatchFates = bytes
 Failures = Mapping[OffloadKey, Mapping[int, str]]
 """Why a tier that had a block did not bring it, by key and the tier's number."""
 Rows = NDArray[np.void]
-"""For each key its hash, and a fate for each tier. Of loaded keys, `fates[0]` is the number of the tier."""
+"""For each key its hash, and a fate for each tier. For loaded keys, `fates[0]` is the number of the tier."""
 Matrix = NDArray[np.int64]
 """Counts by tier and fate."""
 
@@ -56,7 +56,7 @@ class RequestLog:
     because: BatchFates = b""
     """Why tiers are not asked for it, one byte for each tier; b"" if all are asked."""
     found: list[OffloadKey] = field(default_factory=list)
-    """Keys whose promotion it began to wait for since the last `BlockHistory.flush`."""
+    """Keys with promotions that it began to wait for since the last `BlockHistory.flush`."""
     failures: dict[OffloadKey, dict[int, str]] = field(default_factory=dict)
     """Why a tier that had a block did not deliver it, by key and the tier's number."""
     misses_hash: int | None = None
@@ -75,7 +75,7 @@ class _Asked:
     promoted: list[Rows] = field(default_factory=list)  # a tier has them: only the fates of the tiers above count
     loaded: list[Rows] = field(default_factory=list)
     first_missed: list[OffloadKey] = field(default_factory=list)  # the first keys of the first parts of `missed`
-    size_bytes: int = 0  # of all parts
+    size_bytes: int = 0  # the sum over all parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class EndedRequest:
     """The outcome of a request."""
 
     req_id: str
-    ended_s: float  # of the history's clock
+    ended_s: float  # by the history's clock
     hits: Mapping[str, int]  # loaded blocks, by the tier that had them
     misses: Mapping[str, Mapping[str, int]]  # blocks that did not come, by tier and reason
     missed_blocks: int  # that no tier brought
@@ -154,7 +154,7 @@ class Ledger:
         ages = np.maximum(tick - times, 0) / TICKS_PER_S
         return [(Fate(fate), age) for fate, age in zip(fates.tolist(), ages.tolist(), strict=True)]
 
-    # What became of blocks.
+    # The fates of blocks.
 
     def note(self, keys: Sequence[OffloadKey], now_s: float, tier: int, fate: Fate) -> None:
         # A skipped store says nothing about a block that is stored already. All else is newer than the table's entry.
@@ -184,7 +184,7 @@ class Ledger:
         """Return the time of an entry. After a reset time goes on with the next tick, so that it separates entries."""
         return max(int((now_s - self._start_s) * TICKS_PER_S), self._least_tick)
 
-    # What requests asked for.
+    # The questions of requests.
 
     def miss(
         self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: BatchFates, failures: Failures
@@ -222,7 +222,7 @@ class Ledger:
         misses = np.zeros_like(self._misses)
         hits = np.bincount(loaded["fates"][:, 0], minlength=len(self._numbers))
         self._hits += hits
-        if not request.promoted and not len(missed):  # most of those that load
+        if not request.promoted and not len(missed):  # most requests that load
             self.ended.append(self._outcome(log, now_s, request, hits.tolist(), misses, missed))
             return
         known = self._distinct(request.promoted + request.missed) if request.promoted else missed
