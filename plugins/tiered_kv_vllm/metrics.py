@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice, pairwise
 from typing import Any
 
@@ -27,11 +28,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from tiered_kv.base import OffloadingEvent
 from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.config.settings import TierSettings
+from tiered_kv.errors import ConfigError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.histogram import HistogramValue
 from tiered_kv.metrics.metric import Metric
 from tiered_kv.metrics.series import Snapshot, TierSeries, Value
-from tiered_kv.metrics.vocabulary import MANAGER, PREFIX, TIER_PREFIX
+from tiered_kv.metrics.vocabulary import COMMON, MANAGER, PREFIX, TIER_PREFIX
 from tiered_kv.stack.exporters.metrics import (
     DROPPED,
     DROPPED_METRIC,
@@ -47,10 +49,16 @@ _OBSERVATIONS_MAX = 10_000
 """New values of a histogram that are sent at a time; if there are more, the first."""
 
 
-def metric_definitions() -> dict[str, Any]:  # Any: vLLM's OffloadingMetricMetadata
+def metric_definitions(tier_types: Iterable[str] = ()) -> dict[str, Any]:  # Any: vLLM's OffloadingMetricMetadata
+    """Return the metrics of the manager, and what tiers of these types declare.
+
+    The process that serves `/metrics` calls it, which opens no stack. vLLM fails at a metric that it does not have.
+    """
     definitions = {PREFIX + name: _definition(metric) for name, metric in MANAGER.items()}
-    tier_plugins().tier_types()  # loads all plugins
-    own = tier_plugins().metrics()
+    own = dict(COMMON)
+    for name in tier_types:
+        with suppress(ConfigError):  # whoever opens the tier says so
+            own |= {metric.name: metric for metric in tier_plugins().resolve(name).metrics}
     definitions |= {TIER_PREFIX + name: _definition(metric) for name, metric in own.items()}
     definitions[PREFIX + DROPPED] = _definition(DROPPED_METRIC)
     definitions[THIRD_PARTY] = _definition(THIRD_PARTY_METRIC)

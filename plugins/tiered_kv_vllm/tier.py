@@ -325,7 +325,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        return metric_definitions()
+        tier = extra_config.get("tier")
+        return metric_definitions([str(tier.get("type"))] if isinstance(tier, Mapping) else ())
 
     def get_stats(self) -> Any:
         return self._report.take(self._registry.snapshot)

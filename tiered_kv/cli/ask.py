@@ -11,6 +11,7 @@ import os
 import re
 import ssl
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
@@ -22,6 +23,8 @@ from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
 from tiered_kv.metrics.histogram import quantile
+from tiered_kv.metrics.metric import TOTAL, Metric
+from tiered_kv.metrics.vocabulary import MANAGER
 
 ANSWER_BYTES_MAX: Final = 8 << 20
 TIMEOUT_S: Final = 5.0
@@ -129,6 +132,30 @@ class BudgetState(BaseModel):
     limit_bytes: _Whole = None
 
 
+class MetricState(BaseModel):
+    """What a tier's type declares of a metric."""
+
+    help: _Text
+    unit: _Text
+    labels: Annotated[list[_Text], Field(max_length=4)]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Which number of a tier: a counter with its labels, or a bucket of a histogram."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...] = ()
+    """Names and values."""
+    bucket: str = ""
+    is_own: bool = False
+    """Whether the tier counts it itself."""
+
+    def label(self, name: str) -> str:
+        """Return the value of a label; empty if it has none."""
+        return dict(self.labels).get(name, "")
+
+
 class TierStatus(BaseModel):
     name: _Text
     type: _Text
@@ -138,7 +165,31 @@ class TierStatus(BaseModel):
     capacity_bytes: _Whole
     budgets: dict[str, BudgetState] = {}
     p99_seconds: dict[str, _Number | None] = {}
+    metrics: dict[_Text, MetricState] = {}
     counters: _Counters
+
+    def counts(self) -> dict[Count, float]:
+        """Return the numbers whose meaning this version knows, or which the tier's type declares."""
+        of_paths = (
+            (self._count(path), number) for path, number in self.counters.items() if path not in ((), ("tier",))
+        )
+        return {count: number for count, number in of_paths if count is not None}
+
+    def _count(self, path: tuple[str, ...]) -> Count | None:
+        """Return which number is at a path: a name, the values of its labels, and of a histogram its part."""
+        is_own = path[0] == "tier"
+        name, *values = path[1:] if is_own else path
+        known: Mapping[str, Metric | MetricState] = self.metrics if is_own else MANAGER
+        if name not in known:
+            return None
+        labels = known[name].labels
+        named = tuple(zip(labels, values, strict=False))
+        match values[len(labels) :]:
+            case [] if len(values) == len(labels):
+                return Count(name, named, is_own=is_own)
+            case ["buckets", bucket]:
+                return Count(name, named, bucket, is_own)
+        return None
 
 
 class Notice(BaseModel):
@@ -178,10 +229,10 @@ def view_of(before: StackStatus | None, now: StackStatus) -> View:
     if before and (before.pid != now.pid or before.uptime_seconds > now.uptime_seconds):
         before = None
     elapsed_s = max(now.uptime_seconds - (before.uptime_seconds if before else 0.0), 1e-3)
-    earlier = {tier.name: tier.counters for tier in before.tiers} if before else {}
+    earlier = {tier.name: tier.counts() for tier in before.tiers} if before else {}
     changes = [_Change(tier, earlier.get(tier.name, {}), elapsed_s) for tier in now.tiers]
     if any(change.asked_per_s is not None for change in changes):
-        hits = [change.per_s("blocks_total", "hit") for change in changes]
+        hits = [change.per_s("blocks_total", result="hit") for change in changes]
     else:  # loaded blocks stand for them; the primary tier's include those that other tiers promoted
         first, *others = (change.per_s("loaded_blocks_total") for change in changes)
         hits = [max(0.0, first - sum(others)), *others]
@@ -215,19 +266,21 @@ def view_of(before: StackStatus | None, now: StackStatus) -> View:
 class _Change:
     """The changes of one tier's counters since `earlier`."""
 
-    def __init__(self, now: TierStatus, earlier: Mapping[tuple[str, ...], float], elapsed_s: float) -> None:
+    def __init__(self, now: TierStatus, earlier: Mapping[Count, float], elapsed_s: float) -> None:
         self._now = now
-        self._grown = {path: max(0.0, count - earlier.get(path, 0)) for path, count in now.counters.items()}
+        self._counts = now.counts()
+        self._grown = {count: max(0.0, number - earlier.get(count, 0)) for count, number in self._counts.items()}
         self._elapsed_s = elapsed_s
 
-    def per_s(self, *path: str) -> float:
-        return self._grown.get(path, 0.0) / self._elapsed_s
+    def per_s(self, name: str, **labels: str) -> float:
+        return self._grown.get(Count(name, tuple(labels.items())), 0.0) / self._elapsed_s
 
     @property
     def asked_per_s(self) -> float | None:
         """The blocks that requests looked up in the tier; None without a history."""
-        has_history = any(path[0] == "blocks_total" for path in self._grown)
-        return self.per_s("blocks_total", "hit") + self.per_s("blocks_total", "miss") if has_history else None
+        if not any(count.name == "blocks_total" for count in self._grown):
+            return None
+        return self.per_s("blocks_total", result="hit") + self.per_s("blocks_total", result="miss")
 
     def view(self, hits_per_s: float) -> View:
         asked = self.asked_per_s
@@ -242,25 +295,40 @@ class _Change:
             "load_p99_seconds": self._load_p99(),
             **{f"{name}_budget_used_bytes": budget.used_bytes for name, budget in budgets.items()},
             **{f"{name}_budget_bytes": budget.limit_bytes for name, budget in budgets.items()},
+            "own": list(self._own()),
         }
 
     def reasons(self) -> Iterator[View]:
         """Yield the reasons why blocks did not come, or were not stored."""
         kinds = {"misses_total": "miss", "skipped_blocks_total": "skip", "unexplained_blocks_total": "unexplained"}
-        for path, count in self._now.counters.items():
-            if count and (path[0] in kinds or (path[0] == "failed_blocks_total" and len(path) == 3)):
+        for count, number in self._counts.items():
+            if number and not count.is_own and count.name in (*kinds, "failed_blocks_total"):
                 yield {
-                    "what": kinds.get(path[0]) or path[1],
+                    "what": kinds.get(count.name) or count.label("direction"),
                     "tier": self._now.name,
-                    "reason": path[-1] if len(path) > 1 else "too fast",
-                    "blocks_per_s": self.per_s(*path),
-                    "blocks_total": int(count),
+                    "reason": count.label("reason") or "too fast",
+                    "blocks_per_s": self._grown[count] / self._elapsed_s,
+                    "blocks_total": int(number),
+                }
+
+    def _own(self) -> Iterator[View]:
+        """Yield what the tier counts itself, and its type declares."""
+        for count, number in self._counts.items():
+            if count.is_own and not count.bucket:
+                metric = self._now.metrics[count.name]
+                yield {
+                    "name": count.name,
+                    "labels": dict(count.labels),
+                    "value": number,
+                    "per_s": self._grown[count] / self._elapsed_s if count.name.endswith(TOTAL) else None,
+                    "unit": metric.unit,
+                    "help": metric.help,
                 }
 
     def _load_p99(self) -> float | None:
         """Return the 99th percentile of the interval's loads."""
-        of_loads = ("job_seconds", "load", "buckets")
-        counts = {path[3]: count for path, count in self._grown.items() if path[:3] == of_loads and len(path) == 4}
+        loads = {count: grown for count, grown in self._grown.items() if count.name == "job_seconds" and count.bucket}
+        counts = {count.bucket: grown for count, grown in loads.items() if count.label("direction") == "load"}
         try:
             return quantile({"count": sum(counts.values()), "buckets": counts}, 0.99)
         except ValueError:

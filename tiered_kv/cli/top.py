@@ -45,6 +45,8 @@ _TABLE_WIDTH_MAX: Final = 110
 _NAME_MAX: Final = 24
 _REASONS_MAX: Final = 10
 _NOTICES_MAX: Final = 5
+_OWN_MAX: Final = 100
+_OWN_NAME_MAX: Final = 40
 _BUDGET_WARNING: Final = 0.9
 """The used share of a budget from which it is red: blocks are about to be skipped."""
 
@@ -69,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", metavar="TIME", type=interval, default=_INTERVAL_S, help="time from one look to the next (2s)"
     )
+    parser.add_argument("--own", action="store_true", help="show also what the tiers count themselves")
     describe_use(
         parser,
         ("tiered-kv top", "what serves on this machine, at the usual port"),
@@ -90,7 +93,7 @@ def run(args: argparse.Namespace) -> Status:
     for each in (signal.SIGTERM, signal.SIGHUP):  # by an exception, so that the terminal is restored
         signal.signal(each, lambda signum, _: sys.exit(128 + signum))
     with suppress(KeyboardInterrupt):
-        _draw(ask, url, args.interval)
+        _draw(ask, url, args.interval, shows_own=args.own)
         return Status.OK
     return Status.INTERRUPTED
 
@@ -110,12 +113,12 @@ def _once(ask: Callable[[], StackStatus], where: str, args: argparse.Namespace) 
         width = min(_TABLE_WIDTH_MAX, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _TABLE_WIDTH_MAX
         console = _console(width=width, color_system=None, force_terminal=False)
         print_text(time.strftime("%Y-%m-%d %H:%M:%S"))
-        console.print(screen(view, "", where, console))
+        console.print(screen(view, "", where, console, shows_own=args.own))
     has_problem = any(tier["is_disabled"] or tier["breaker"] not in ("", "closed") for tier in view["tiers"])
     return Status.FOUND if has_problem else Status.OK
 
 
-def _draw(ask: Callable[[], StackStatus], where: str, interval_s: float) -> None:
+def _draw(ask: Callable[[], StackStatus], where: str, interval_s: float, *, shows_own: bool) -> None:
     """Draw on the terminal's alternate screen until somebody presses q."""
     console = _console()
     last: StackStatus | None = None
@@ -137,7 +140,7 @@ def _draw(ask: Callable[[], StackStatus], where: str, interval_s: float) -> None
             except TieredKVError as problem:
                 lost_at = lost_at or time.strftime("%H:%M:%S")
                 error = f"NO ANSWER since {lost_at}: {problem}; again in {rounded_seconds(interval_s)}"
-            live.update(screen(view, error, where, console), refresh=True)
+            live.update(screen(view, error, where, console, shows_own=shows_own), refresh=True)
             if _is_ended(next_s):
                 return
 
@@ -161,7 +164,7 @@ def _console(**settings: Any) -> Console:  # Any: rich's
     return Console(**settings)
 
 
-def screen(view: View | None, error: str, where: str, console: Console) -> RenderableType:
+def screen(view: View | None, error: str, where: str, console: Console, *, shows_own: bool = False) -> RenderableType:
     """Return what is known, the most important first; `error` is that of the last question."""
     title = Text("tiered-kv top", style="bold", no_wrap=True, overflow="ellipsis")
     if view is not None:
@@ -176,6 +179,8 @@ def screen(view: View | None, error: str, where: str, console: Console) -> Rende
     parts += ["", _tier_table(view["tiers"], "dim" if error else "")]
     if view["reasons"]:
         parts += ["", _reason_table(view["reasons"])]
+    if shows_own:
+        parts += ["", _own_table(view["tiers"])]
     if notices := view["notices"][:_NOTICES_MAX]:
         parts += ["", Text("last events", style="bold"), *map(_notice, notices)]
     return Group(*parts)
@@ -274,6 +279,23 @@ def _reason_table(reasons: Sequence[View]) -> Table:
         table.add_row(*cells, *counts, style="" if each["blocks_per_s"] else "dim")
     if len(reasons) > _REASONS_MAX:
         table.add_row(f"and {len(reasons) - _REASONS_MAX} smaller", style="dim")
+    return table
+
+
+def _own_table(tiers: Sequence[View]) -> Table:
+    """Return what the tiers count themselves, by their types' declarations."""
+    table = _table()
+    for name in ("tiers' own counters", "tier", "labels"):
+        table.add_column(name, no_wrap=True, max_width=_OWN_NAME_MAX)
+    table.add_column("/s", justify="right")
+    table.add_column("value", justify="right")
+    rows = [(tier["name"], own) for tier in tiers for own in tier["own"]]
+    for tier, own in rows[:_OWN_MAX]:
+        labels = Text(" ".join(own["labels"].values()), no_wrap=True, overflow="ellipsis")
+        rate = "" if own["per_s"] is None else number(own["per_s"])
+        table.add_row(Text(own["name"]), _name(tier), labels, rate, number(own["value"]))
+    if len(rows) > _OWN_MAX:
+        table.add_row(f"and {len(rows) - _OWN_MAX} more", style="dim")
     return table
 
 

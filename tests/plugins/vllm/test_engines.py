@@ -56,7 +56,7 @@ def test_vllm_s_own_manager_is_served_by_our_tiers(version: str, tmp_path: Path)
     assert len(passed_checks(version, "vllm_manager_program.py", tmp_path / "manager")) >= 12
 
 
-@pytest.mark.parametrize(("name", "checks"), [("spec", 10), ("queue", 11), ("events", 5), ("models", 18)])
+@pytest.mark.parametrize(("name", "checks"), [("spec", 11), ("queue", 11), ("events", 5), ("models", 18)])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_connector_serves_vllm(version: str, name: str, checks: int, tmp_path: Path) -> None:
     """Scheduler and workers, requests that wait, readers of events by vLLM's own classes, and kinds of models."""

@@ -15,7 +15,7 @@ import itertools
 import math
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -51,11 +51,15 @@ from vllm_program_parts import (  # type: ignore[import-not-found]  # found besi
 
 from tests.engines.program_checks import ChecksIn
 from tests.support.host_server import serving
+from tiered_kv.config.hooks import TierType, hookimpl, tier_plugins
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.mediums import CPULoadStoreSpec
+from tiered_kv.metrics.metric import Metric
 from tiered_kv.metrics.own import OwnStats
 from tiered_kv.metrics.series import Snapshot, TierSeries
 from tiered_kv.stack.exporters.metrics import StackCollector
+from tiered_kv_memory.settings import MemorySettings
+from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_vllm.connector import TieredKVConnector
 from tiered_kv_vllm.metrics import CounterReport
 from tiered_kv_vllm.spec import stack_config
@@ -103,6 +107,16 @@ def samples_of(registry: CollectorRegistry) -> dict[tuple[Any, ...], float]:
         for sample in family.samples
         if not sample.name.endswith("_created")
     }
+
+
+SEEN = Metric("seen_blocks_total", "Blocks that were seen.", ("kind",))
+
+
+class CountedTier(MemoryTier):
+    """A memory tier that counts something of its own."""
+
+    def stats(self) -> Mapping[str, Any]:
+        return {**super().stats(), "seen_blocks_total": {"new": 3}}
 
 
 class Engine(Scheduler):  # type: ignore[misc]  # found beside this program when it runs
@@ -394,6 +408,24 @@ class Checks(ChecksIn):
             assert ("nvme",) not in changed.get("tiered_kv_store_budget_bytes", {}), "this has not changed"
             (info,) = engine.manager.config_info()
             assert tuple(info) == type(engine.spec).config_info_keys({})
+
+    def what_a_third_party_tier_declares_is_a_metric(self) -> None:
+        class Plugin:
+            @hookimpl
+            def tiered_kv_register_tiers(self) -> list[TierType]:
+                return [TierType("counted", MemorySettings, lambda: CountedTier, metrics=(SEEN,))]
+
+        tier_plugins().register(Plugin(), "counted")
+        with engine_with({**self._stack("counted"), "secondary": [{"type": "counted", "capacity": "1MiB"}]}) as engine:
+            engine.store(keys_of("counted", 4), 0)
+            engine.settle()
+            stats = all_stats(engine.manager.get_stats).data
+            assert stats["data"]["tiered_kv_tier_seen_blocks_total"] == {("counted", "new"): 3}
+            definitions = type(engine.spec).build_metric_definitions(engine.spec.extra_config)
+            assert stats["data"].keys() <= definitions.keys()
+            assert definitions["tiered_kv_tier_seen_blocks_total"].documentation == SEEN.help
+            self._is_what_a_stack_shows(engine, stats)
+        tier_plugins().unregister("counted")
 
     def a_tier_s_numbers_may_have_any_form(self) -> None:
         report, numbers = CounterReport(set()), {"loads": 1, "sizes": torch.zeros(3)}

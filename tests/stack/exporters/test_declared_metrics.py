@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.obedient import ObedientSettings, ObedientTier, obedient, put, stack_of
 from tests.support.stacks import plugged
+from tiered_kv.cli.ask import read_status, view_of
+from tiered_kv.cli.doctor import Readings, TierReading
+from tiered_kv.cli.main import main
 from tiered_kv.config.hooks import TierPlugins, TierType, hookimpl, tier_plugins
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.counters import Counters
@@ -77,6 +81,29 @@ def test_each_declared_metric_is_a_series_with_its_help_its_kind_and_its_labels(
     assert samples["tiered_kv_tier_flush_seconds_bucket", ("le", "1.0"), tier] == 1
     assert samples["tiered_kv_tier_flush_seconds_sum", tier] == 0.5
     assert samples["tiered_kv_dropped_series", tier] == 0
+
+
+def test_the_status_and_top_have_each_with_its_meaning(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(page(stack, "/status"))["tiers"][1]
+    assert told["metrics"]["flushed_pages_total"] == {"help": FLUSHED.help, "unit": "pages", "labels": ["cause"]}
+    assert told["counters"]["tier"]["flushed_pages_total"] == {"full": 7, "idle": 0}
+    assert told["counters"]["tier"]["flush_seconds"]["count"] == 1
+    assert told["used_bytes"] == 4096
+    view = view_of(None, read_status(page(stack, "/status").encode()))
+    own = {(each["name"], *each["labels"].items()): each for each in view["tiers"][1]["own"]}
+    flushed = own["flushed_pages_total", ("cause", "full")]
+    assert (flushed["value"], flushed["unit"], flushed["help"]) == (7, "pages", FLUSHED.help)
+    assert flushed["per_s"] > 0
+    assert own["dirty_bytes",]["per_s"] is None
+    assert ("whim",) not in own, "nobody says what it is"
+    assert stack.server is not None
+    main(["top", f"127.0.0.1:{stack.server.port}", "--once", "--interval", "0.1s", "--own"])
+    assert re.search(r"flushed_pages_total +disk +full +0 +7\b", capsys.readouterr().out)
+
+
+def test_the_doctor_reads_it(stack: Stack) -> None:
+    tier = TierReading(Readings(page(stack, "/metrics")), "disk")
+    assert tier.own("flushed_pages_total") == 7
 
 
 def test_what_is_not_declared_stays_a_number_by_its_name(stack: Stack) -> None:
