@@ -8,8 +8,9 @@ value, and a histogram's new values. No growth is sent twice.
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice, pairwise
 from typing import Any
@@ -27,6 +28,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.base import OffloadingEvent
 from tiered_kv.config.hooks import tier_plugins
+from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -63,6 +65,20 @@ def metric_definitions(tier_types: Iterable[str] = ()) -> dict[str, Any]:  # Any
     definitions[PREFIX + DROPPED] = _definition(DROPPED_METRIC)
     definitions[THIRD_PARTY] = _definition(THIRD_PARTY_METRIC)
     return definitions
+
+
+def tier_types_of(source: object) -> list[str]:
+    """Return the types of the tiers of a stack; none if it cannot be read, which whoever opens it says."""
+
+    def types(raw: Mapping[str, object]) -> list[str]:
+        tiers = raw.get("secondary")
+        listed = [tier for tier in tiers if isinstance(tier, Mapping)] if isinstance(tiers, list) else []
+        return [str(fill_variables({"type": tier.get("type")}, os.environ)["type"]) for tier in listed]
+
+    try:
+        return from_source(source, types) if isinstance(source, (str, os.PathLike, Mapping)) else []
+    except ConfigError:
+        return []
 
 
 def forget_metrics() -> None:

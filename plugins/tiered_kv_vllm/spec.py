@@ -45,7 +45,7 @@ from tiered_kv_vllm.engine import (
 )
 from tiered_kv_vllm.groups import audit_only, audited_group, check_audited, check_groups, our_caches
 from tiered_kv_vllm.manager import INFO_KEYS, TieredKVManager
-from tiered_kv_vllm.metrics import metric_definitions
+from tiered_kv_vllm.metrics import metric_definitions, tier_types_of
 
 _VLLM_REPORTS_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
 """From 0.33 on."""
@@ -108,7 +108,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        return metric_definitions(_tier_types(extra_config.get("stack")))
+        return metric_definitions(tier_types_of(extra_config.get("stack")))
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
@@ -202,20 +202,6 @@ def stack_config(config: Any, ranks: Sequence[Rank] = ()) -> StackConfig:  # Any
         )
     ranks = ranks or [rank_of(config)] * config.parallel.world_size
     return from_source(source, lambda raw: _completed(raw, config, ranks))
-
-
-def _tier_types(source: object) -> list[str]:
-    """Return the types of the tiers of a stack; none if it cannot be read, which whoever opens it says."""
-
-    def types(raw: Mapping[str, object]) -> list[str]:
-        tiers = raw.get("secondary")
-        listed = [tier for tier in tiers if isinstance(tier, Mapping)] if isinstance(tiers, list) else []
-        return [str(fill_variables({"type": tier.get("type")}, os.environ)["type"]) for tier in listed]
-
-    try:
-        return from_source(source, types) if isinstance(source, (str, os.PathLike, Mapping)) else []
-    except ConfigError:
-        return []
 
 
 def host_cache(config: Any, ranks: Sequence[Rank]) -> HostCache:  # Any: vLLM's OffloadingConfig

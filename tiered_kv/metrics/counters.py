@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tiered_kv.metrics.histogram import is_histogram
 from tiered_kv.metrics.metric import Metric
-from tiered_kv.metrics.series import Family
+from tiered_kv.metrics.series import Family, Labels
 
 LABELS_MAX: Final = 64
 """Limit of label combinations of one counter: some labels are words from storage, or from third-party tiers."""
@@ -34,44 +34,36 @@ class Counters:
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = {metric.name: metric for metric in metrics if metric.is_total}
-        self._counts: dict[tuple[str, ...], int] = {
-            (name,): 0 for name, metric in self._metrics.items() if not metric.labels
+        self._values: dict[str, dict[Labels, int]] = {
+            name: {} if metric.labels else {(): 0} for name, metric in self._metrics.items()
         }
-        self._combinations = {name: 0 for name, metric in self._metrics.items() if metric.labels}  # of labels
         self._lock = threading.Lock()
 
     def add(self, name: str, *labels: str, count: int = 1) -> None:
         """Count `count` events; raises `KeyError` for an unknown name, or labels that are missing or not expected."""
-        path = (name, *labels)
         with self._lock:
-            if path not in self._counts:
+            values = self._values[name]
+            if labels not in values:
                 if not labels or len(labels) != len(self._metrics[name].labels):
                     raise KeyError(name)
-                if self._combinations[name] < LABELS_MAX:
-                    self._combinations[name] += 1
-                else:
-                    path = (name, *labels[:-1], OTHER)
-            self._counts[path] = self._counts.get(path, 0) + count
+                if len(values) >= LABELS_MAX:
+                    labels = (*labels[:-1], OTHER)
+            values[labels] = values.get(labels, 0) + count
 
     def __getitem__(self, name: str) -> int:
         """Return a counter without labels."""
-        return self._counts[name,]
+        return self._values[name][()]
 
     def total(self, name: str, *labels: str) -> int:
         """Return the sum of a counter over all labels but the first ones, which are given."""
-        path = (name, *labels)
         with self._lock:
-            counts = list(self._counts.items())
-        return sum(count for counted, count in counts if counted[: len(path)] == path)
+            values = self._values[name].copy()
+        return sum(count for counted, count in values.items() if counted[: len(labels)] == labels)
 
     def families(self) -> list[Family]:
         """Return all counters; one with labels has no value before its first event."""
         with self._lock:
-            counts = list(self._counts.items())
-        values: dict[str, dict[tuple[str, ...], int]] = {name: {} for name in self._metrics}
-        for path, count in counts:
-            values[path[0]][path[1:]] = count
-        return [Family(metric, values[name]) for name, metric in self._metrics.items()]
+            return [Family(metric, self._values[name].copy()) for name, metric in self._metrics.items()]
 
     def snapshot(self) -> dict[str, Any]:  # Any: a number, or a dictionary of them by label
         """Return all counters by name; a counter with labels is a dictionary by label, empty before its first event."""

@@ -36,10 +36,11 @@ class Histogram:
         bounds: The largest value of each bucket, rising. A further bucket has all larger values.
     """
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_names", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
+        self._names = _names(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
 
@@ -49,7 +50,7 @@ class Histogram:
 
     def snapshot(self) -> HistogramValue:
         counts, total = self._counts.copy(), self._sum
-        return {"sum": total, "count": sum(counts), "buckets": dict(zip(_names(self._bounds), counts, strict=True))}
+        return {"sum": total, "count": sum(counts), "buckets": dict(zip(self._names, counts, strict=True))}
 
 
 def _names(bounds: Sequence[float]) -> list[str]:

@@ -31,8 +31,7 @@ class Series(NamedTuple):
     value: Value
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """All series that one tier has of one metric; none before its first event, if it has labels."""
 
     metric: Metric

@@ -181,7 +181,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         return Observed(self.config, self.history, self._manager, self.opened_s, self.snapshot)
 
     def _snapshot(self) -> Snapshot:
-        with self._call(), self._lock:
+        with self._call():  # without the lock, for which calls that move blocks would wait
             return self._manager.registry.snapshot()
 
     def _explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
