@@ -29,8 +29,6 @@ ACTION: Final = "tiered_kv.hints"
 ACTIONS_MAX: Final = 64
 SECONDS_MAX: Final = 604_800.0
 """The longest time in a hint: a week."""
-BY_REQUEST: Final = "by_request"
-"""The reason that is counted for blocks which are not stored or loaded because of the hint `skip`."""
 
 
 @dataclass(frozen=True, slots=True)

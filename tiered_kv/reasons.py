@@ -1,12 +1,14 @@
-"""Why a block was not stored, not found or not loaded: one table of the words in counters and explanations."""
+"""Why a block was not stored, not found or not loaded: the words in counters and explanations, as enums.
+
+Tiers, the manager, its history and the exporters use it, on any thread. What must stay true: a reason is a `Reason`
+from where it arises to where it is shown; only a word of a tier from elsewhere is text, until `Reason.of`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum, IntEnum
-from functools import partial
-from typing import Final
+from enum import Enum, IntEnum, StrEnum
+from typing import Final, Self
 
 
 class RecordStatus(Enum):
@@ -37,9 +39,14 @@ class RecordStatus(Enum):
     """The storage cannot read the record, and reads others."""
 
     @property
-    def reason(self) -> str:
-        """The reason of a failed load: what only encryption has, and a bad place, by its word; the rest `checksum`."""
-        return str(self.value) if self in REFUSED | UNREADABLE | {RecordStatus.BAD_PLACE} else "checksum"
+    def reason(self) -> Reason:
+        """The reason of a failed load: what only encryption has, and a bad place, by its word; the rest `CHECKSUM`."""
+        return self.cause if self in REFUSED | UNREADABLE | {RecordStatus.BAD_PLACE} else Reason.CHECKSUM
+
+    @property
+    def cause(self) -> Reason:
+        """The reason that has the same word; not of `OK`."""
+        return Reason.of(str(self.value))
 
 
 UNREADABLE = frozenset({RecordStatus.UNKNOWN_CODEC, RecordStatus.UNKNOWN_KEY})
@@ -107,76 +114,145 @@ SENTENCES: Final[Mapping[str, str]] = {
 """The meaning of each fate, human-readable."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """The meaning of a counters' reason for the blocks of a store or a load."""
+_GONE: Final = (Fate.EVICTED, True, False, True)
+_DAMAGED: Final = (Fate.CORRUPT, True, True, True)
+_DAMAGED_RECORD: Final = ("the block's record is damaged, or another block's", *_DAMAGED)
+_UNREADABLE: Final = ("this process lacks the block's codec or key", Fate.FAILED, True, False, True)
+_HARMLESS: Final = (False, False, True)
+
+
+class Reason(StrEnum):
+    """Why a block was not stored, found or loaded; the value is the word in the counters.
+
+    A tier from elsewhere may have words of its own: `Reason.of` makes them members, and the counters keep the words.
+    """
 
     sentence: str
-    fate: Fate = Fate.FAILED  # the history's word for it
-    is_gone: bool = False  # the tier has no usable copy of the block after a load that failed
-    is_damage: bool = False
-    is_harmless: bool = False  # a healthy tier may fail a whole job for it
+    fate: Fate  # the history's word for it
+    is_gone: bool  # the tier has no usable copy of the block after a load that failed
+    is_damage: bool
+    is_harmless: bool  # a healthy tier may fail a whole job for it
+
+    def __new__(
+        cls,
+        word: str,
+        sentence: str,
+        fate: Fate = Fate.FAILED,
+        is_gone: bool = False,
+        is_damage: bool = False,
+        is_harmless: bool = False,
+    ) -> Self:
+        member = str.__new__(cls, word)
+        member._value_ = word
+        member.sentence, member.fate = sentence, fate
+        member.is_gone, member.is_damage, member.is_harmless = is_gone, is_damage, is_harmless
+        return member
+
+    # The block was not given to a tier.
+    BUDGET = "budget", "the tier's store budget was used up", Fate.BUDGET
+    ADMISSION = "admission", "it had not been offered often enough (admit_after)", Fate.ADMISSION
+    WRITE_BUDGET = (
+        "write_budget",
+        "the tier's write_budget went to blocks that are more likely to return",
+        Fate.ADMISSION,
+    )
+    BREAKER = "breaker", "the tier's breaker was open", Fate.BREAKER
+    DISABLED = "disabled", "the tier is not used any more", Fate.DISABLED
+    BY_REQUEST = "by_request", "the request wanted it (its hint 'skip')"
+
+    # One request does not get a block that the tier has.
+    REFUSED = "refused", "there was no room to promote it", Fate.REFUSED
+    TOO_SLOW = "too_slow", "the engine computes it sooner than it would have come", Fate.TOO_SLOW
+
+    # A job did not store or load the block.
+    ABSENT = "absent", "the tier did not have the block, or had evicted it", *_GONE
+    MISSING = "missing", "the tier did not have the block's file", *_GONE
+    NO_SPACE = "no_space", "there was no room in the tier", Fate.NO_SPACE, *_HARMLESS
+    ALLOCATING = "allocating", "the tier was still allocating the file for it", Fate.NO_SPACE, *_HARMLESS
+    NO_ROW = "no_row", "the engine named blocks outside of its memory", Fate.FAILED, *_HARMLESS
+    RESET = "reset", "the cache was reset meanwhile", Fate.RESET, *_HARMLESS
+    EXPIRED = "expired", "the deadline passed", Fate.TIMEOUT
+    TIMEOUT = "timeout", "a call to the storage took too long", Fate.TIMEOUT
+    UNANSWERED = "unanswered", "a server did not answer for these blocks", Fate.TIMEOUT, *_HARMLESS
+    IO_ERROR = "io_error", "a system call failed"
+    UNAVAILABLE = "unavailable", "the storage of the tier did not answer"
+    BUSY = "busy", "another user holds what the tier needs"
+    FORMAT = "format", "the data is of another version or namespace"
+    KEY_SIZE = "key_size", "the key is too long for the tier"
+    SHUTDOWN = "shutdown", "the tier was shut down"
+    EXCEPTION = "exception", "a method of the tier raised an exception"
+    ERROR = "error", "the tier's code raised an exception"
+    BAD_OUTCOME = "bad_outcome", "the tier's code returned no outcome"
+    NONSENSE = "nonsense", "the tier reported no result"
+    FAILED = "failed", "the tier named no reason"
+    OTHER = "other", "the tier names the reason"
+    """A word of a tier's own."""
+    TRUNCATED = "truncated", "bytes of the block were missing", *_DAMAGED
+    CHECKSUM = "checksum", "the block's bytes did not match their checksum", *_DAMAGED
+    BAD_PLACE = "bad_place", "the disk could not read the place of the block", *_DAMAGED
+    BAD_MAGIC = "bad_magic", *_DAMAGED_RECORD
+    BAD_VERSION = "bad_version", *_DAMAGED_RECORD
+    BAD_HEADER = "bad_header", *_DAMAGED_RECORD
+    BAD_LENGTH = "bad_length", *_DAMAGED_RECORD
+    WRONG_NAMESPACE = "wrong_namespace", *_DAMAGED_RECORD
+    WRONG_KEY = "wrong_key", *_DAMAGED_RECORD
+    BAD_PAYLOAD = "bad_payload", *_DAMAGED_RECORD
+    BAD_TAG = "bad_tag", *_DAMAGED_RECORD
+    UNENCRYPTED = "unencrypted", *_DAMAGED_RECORD
+    UNKNOWN_CODEC = "unknown_codec", *_UNREADABLE
+    UNKNOWN_KEY = "unknown_key", *_UNREADABLE
+
+    @classmethod
+    def of(cls, word: str) -> Reason:
+        """Return the reason that a tier calls `word`: `OTHER` for a word of its own, `FAILED` if it gives none."""
+        if isinstance(word, cls):
+            return word
+        return _OF_TIERS.get(word, cls.OTHER) if word else cls.FAILED
 
     def is_ignored(self, *, is_store: bool) -> bool:
         """Return whether the breaker ignores it. A store needs no block: then the place for blocks is gone."""
         return self.is_harmless and not (is_store and self.is_gone)
 
 
-_gone = partial(Reason, fate=Fate.EVICTED, is_gone=True, is_harmless=True)
-_damaged = partial(Reason, fate=Fate.CORRUPT, is_gone=True, is_damage=True, is_harmless=True)
-_unreadable = partial(Reason, is_gone=True, is_harmless=True)
-
-SKIPPED: Final[Mapping[str, Reason]] = {
-    "budget": Reason("the tier's store budget was used up", Fate.BUDGET),
-    "admission": Reason("it had not been offered often enough (admit_after)", Fate.ADMISSION),
-    "write_budget": Reason("the tier's write_budget went to blocks that are more likely to return", Fate.ADMISSION),
-    "breaker": Reason("the tier's breaker was open", Fate.BREAKER),
-    "disabled": Reason("the tier is not used any more", Fate.DISABLED),
-    "by_request": Reason("the request wanted it (its hint 'skip')"),
-}
+SKIPPED: Final = (
+    Reason.BUDGET,
+    Reason.ADMISSION,
+    Reason.WRITE_BUDGET,
+    Reason.BREAKER,
+    Reason.DISABLED,
+    Reason.BY_REQUEST,
+)
 """Why a block was not given to a tier."""
-TOO_SLOW: Final = "too_slow"
-"""The reason for blocks that are not promoted because the engine computes them sooner."""
-TOO_SLOW_REASONS: Final[Mapping[str, str]] = {
-    "late": "the load would have ended after the engine had computed the block",
-    "cut": "the blocks before it were loaded, and it would have come too late",
-    "learning": "the tier's times were not known, so only few blocks were loaded",
-    "try": "it was loaded to measure the tier again, and its request did not wait",
-    "not_asked": "the tier was not asked, or had not answered",
+FAILED: Final = tuple(
+    reason for reason in Reason if reason not in SKIPPED and reason not in (Reason.REFUSED, Reason.TOO_SLOW)
+)
+"""Why a job did not store or load a block. A tier may have further words."""
+_OF_TIERS: Final[Mapping[str, Reason]] = {
+    reason.value: reason for reason in Reason if reason not in (Reason.REFUSED, Reason.TOO_SLOW)
 }
-"""Why exactly a block was too slow, with sentences."""
-FAILED: Final[Mapping[str, Reason]] = {
-    "absent": _gone("the tier did not have the block, or had evicted it since the lookup"),
-    "missing": _gone("the tier did not have the block's file"),
-    "no_space": Reason("there was no room in the tier", Fate.NO_SPACE, is_harmless=True),
-    "allocating": Reason("the tier was still allocating the file for it", Fate.NO_SPACE, is_harmless=True),
-    "no_row": Reason("the engine named blocks outside of its memory", is_harmless=True),
-    "reset": Reason("the cache was reset meanwhile", Fate.RESET, is_harmless=True),
-    "expired": Reason("the deadline passed", Fate.TIMEOUT),
-    "timeout": Reason("a call to the storage took too long", Fate.TIMEOUT),
-    "unanswered": Reason("a server of the tier did not answer for these blocks", Fate.TIMEOUT, is_harmless=True),
-    "io_error": Reason("a system call failed"),
-    "unavailable": Reason("the storage of the tier did not answer"),
-    "busy": Reason("another user holds a resource that the tier needs"),
-    "format": Reason("the data is of another version or namespace"),
-    "key_size": Reason("the key is too long for the tier"),
-    "shutdown": Reason("the tier was shut down"),
-    "exception": Reason("a method of the tier raised an exception"),
-    "truncated": _damaged("bytes of the block were missing"),
-    "checksum": _damaged("the block's bytes did not match their checksum"),
-    "bad_place": _damaged("the disk could not read the place of the block"),
-    **{
-        status.value: _damaged("the block's record is damaged, or another block's")
-        for status in RecordStatus
-        if status.value not in ("ok", "truncated", "checksum", "bad_place")
-    },
-    **{status.value: _unreadable("this process lacks the block's codec or key") for status in UNREADABLE},
-}
-"""Why a job did not store or load a block. A tier may have further reasons."""
-_OTHER: Final = Reason("the tier could not store it, or bring it")
+"""What a tier may say. The other two are said of one request: the history's table has no room for their fates."""
 
 
-def reason_of(word: str) -> Reason:
-    """Return the meaning of the reason of a skipped store, or of a failed job. The history's table has room for its
-    fate."""
-    return SKIPPED.get(word) or FAILED.get(word) or _OTHER
+class TooSlow(StrEnum):
+    """Why exactly a block was `Reason.TOO_SLOW`; the value is the word in the counters."""
+
+    sentence: str
+
+    def __new__(cls, word: str, sentence: str) -> Self:
+        member = str.__new__(cls, word)
+        member._value_ = word
+        member.sentence = sentence
+        return member
+
+    LATE = "late", "the load would have ended after the engine had computed the block"
+    CUT = "cut", "the blocks before it were loaded, and it would have come too late"
+    LEARNING = "learning", "the tier's times were not known, so only few blocks were loaded"
+    TRY = "try", "it was loaded to measure the tier again, and its request did not wait"
+    NOT_ASKED = "not_asked", "the tier was not asked, or had not answered"
+
+
+class Learning(StrEnum):
+    """Why a load measures a tier's times; the value is the word in the counters."""
+
+    FIRST = "first"
+    TRY = "try"

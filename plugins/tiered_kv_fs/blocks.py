@@ -14,7 +14,7 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.reasons import UNREADABLE
+from tiered_kv.reasons import UNREADABLE, Reason
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.record import (
     HEADER_BYTES,
@@ -26,7 +26,7 @@ from tiered_kv.toolkit.record import (
 )
 from tiered_kv.toolkit.small_files import LOOKING, FirstFailures, opened, put_in_place, read_all, remove, write_all
 from tiered_kv_fs.allocation import Allocation
-from tiered_kv_fs.directory import make_directory, reason_of, unlink_same
+from tiered_kv_fs.directory import FileFailure, FileReason, make_directory, reason_of, unlink_same
 from tiered_kv_fs.names import block_path, temporary_path
 
 _log = logging.getLogger("tiered_kv.fs")
@@ -38,7 +38,7 @@ TOUCH_INTERVAL_S: Final = 60.0
 @dataclass(slots=True)
 class Moved:
     done: list[OffloadKey]
-    reason: str = ""  # why the others failed; the last reason if there were several
+    reason: FileReason | None = None  # why the others failed; the last reason if there were several
     used_bytes: int = 0  # of the grant, filled
     yields: int = 0  # how often old blocks were deleted, because the disk is full
 
@@ -75,22 +75,24 @@ class BlockFiles:
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             path = self._path_of(epoch, key)
             reason = self._try_to_store(path, key, block, moved, deadline)
-            while reason == "no_space" and self._has_given_way(moved, len(keys) - len(moved.done), deadline):
+            while reason is Reason.NO_SPACE and self._has_given_way(moved, len(keys) - len(moved.done), deadline):
                 reason = self._try_to_store(path, key, block, moved, deadline)
-            if reason:
+            if reason is not None:
                 moved.reason = reason
             else:
                 moved.done.append(key)
         return moved
 
-    def _try_to_store(self, path: str, key: OffloadKey, block: memoryview, moved: Moved, deadline: float) -> str:
+    def _try_to_store(
+        self, path: str, key: OffloadKey, block: memoryview, moved: Moved, deadline: float
+    ) -> FileReason | None:
         try:
             reason = self._store_one(path, key, block, moved, deadline)
         except OSError as error:
             reason = reason_of(error)
             self._failures.note("writing blocks", error)
-        if reason:
-            self.counters.add("failed_calls_total", reason)
+        if reason is not None:
+            self.counters.add("failed_calls_total", reason.value)
         return reason
 
     def _has_given_way(self, moved: Moved, blocks: int, deadline: float) -> bool:
@@ -122,13 +124,13 @@ class BlockFiles:
             try:
                 reason = self._load_one(path, key, block, deadline)
             except OSError as error:
-                reason = "absent" if isinstance(error, FileNotFoundError) else reason_of(error)
-                self.counters.add("failed_calls_total", reason)
-                if reason != "absent":
+                reason = Reason.ABSENT if isinstance(error, FileNotFoundError) else reason_of(error)
+                self.counters.add("failed_calls_total", reason.value)
+                if reason is not Reason.ABSENT:
                     self._failures.note("reading blocks", error)
-                if reason != "absent" and error.errno != errno.ENOMEM:  # for want of memory the block is no worse
+                if reason is not Reason.ABSENT and error.errno != errno.ENOMEM:  # the latter says nothing of it
                     self._unreadable.note((path,))
-            if reason:
+            if reason is not None:
                 moved.reason = reason
             else:
                 moved.done.append(key)
@@ -172,19 +174,21 @@ class BlockFiles:
                 return status
         return None
 
-    def _store_one(self, path: str, key: OffloadKey, block: memoryview, moved: Moved, deadline: float) -> str:
-        """Write one block, unless it exists and can be read; return why that failed, or an empty string."""
+    def _store_one(
+        self, path: str, key: OffloadKey, block: memoryview, moved: Moved, deadline: float
+    ) -> FileReason | None:
+        """Write one block, unless it exists and can be read; return why that failed."""
         if path not in self._unreadable and (status := self._found(path)) is not None:
             if _is_due(status):
                 with suppress(OSError):  # read-only, or gone meanwhile
                     os.utime(path, follow_symlinks=False)
             self.counters.add("present_blocks_total")
-            return ""
+            return None
         if not self.is_granted():
-            return "lapsed"
+            return FileFailure.LAPSED
         parts = encode_record(key, block, self.namespace_digest, self.codecs, self._room.take)
         if time.monotonic() >= deadline:
-            return "expired"
+            return Reason.EXPIRED
         temporary = temporary_path(path, self.owner)
         size_bytes = sum(map(len, parts))
         learns = not moved.used_bytes  # of each call one file tells: on a network file system it is a round trip
@@ -205,7 +209,7 @@ class BlockFiles:
         self.newest_path = path
         self._failures.newest = ""
         self._unreadable.forget((path,))
-        return ""
+        return None
 
     def _write(self, path: str, parts: Sequence[bytes | memoryview], learns: bool) -> None:
         with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
@@ -223,23 +227,23 @@ class BlockFiles:
         shard = os.path.dirname(path)
         return sum(self.allocation.unit_bytes for each in (os.path.dirname(shard), shard) if make_directory(each))
 
-    def _load_one(self, path: str, key: OffloadKey, block: memoryview, deadline: float) -> str:
-        """Read one block; return why that failed, or an empty string."""
+    def _load_one(self, path: str, key: OffloadKey, block: memoryview, deadline: float) -> FileReason | None:
+        """Read one block; return why that failed."""
         with opened(path, os.O_RDONLY) as fd:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or self._uid not in (None, status.st_uid):
-                reason = "not_private" if stat.S_ISREG(status.st_mode) else "not_a_file"
-                self.counters.add("failed_calls_total", reason)
+                reason = FileFailure.NOT_PRIVATE if stat.S_ISREG(status.st_mode) else FileFailure.NOT_A_FILE
+                self.counters.add("failed_calls_total", reason.value)
                 return reason
             if time.monotonic() >= deadline:
-                return "expired"
+                return Reason.EXPIRED
             verdict = self._read(fd, status.st_size, key, block)
             if verdict is RecordStatus.OK:
                 self._unreadable.forget((path,))
                 if _is_due(status):
                     with suppress(OSError):  # read-only: the block is still good
                         os.utime(fd)
-                return ""
+                return None
         if verdict in UNREADABLE:
             self.counters.add("unreadable_blocks_total", verdict.value)
             self._unreadable.note((path,))

@@ -19,11 +19,14 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from enum import StrEnum
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
+from tiered_kv.reasons import Reason
 from tiered_kv.system.permissions import DIRECTORY_MODE, check_directory, open_directory
 from tiered_kv.toolkit.claimed import ClaimedDirectory, Identity, absolute, refuse_other_device
 from tiered_kv.toolkit.small_files import (
@@ -43,18 +46,34 @@ from tiered_kv_fs.probe import probe
 
 FORMAT_VERSION: Final = 1
 
-_REASONS: Final = {
-    errno.ENOENT: "missing",
-    errno.ESTALE: "stale",
-    errno.ENOSPC: "no_space",
-    errno.EDQUOT: "no_space",
-    errno.EROFS: "read_only",
-    errno.EACCES: "permission",
-    errno.EPERM: "permission",
-    errno.ELOOP: "not_a_file",
-    errno.ENXIO: "not_a_file",
-    errno.EISDIR: "not_a_file",
-    errno.ENOTDIR: "not_a_file",
+
+class FileFailure(StrEnum):
+    """Reasons of this tier alone; the value is the word in the counters."""
+
+    STALE = "stale"
+    READ_ONLY = "read_only"
+    PERMISSION = "permission"
+    NOT_A_FILE = "not_a_file"
+    NOT_PRIVATE = "not_private"
+    LOCK_LOST = "lock_lost"
+    LAPSED = "lapsed"
+    """The grant was not renewed in time."""
+
+
+FileReason: TypeAlias = Reason | FileFailure
+
+_REASONS: Final[Mapping[int, FileReason]] = {
+    errno.ENOENT: Reason.MISSING,
+    errno.ESTALE: FileFailure.STALE,
+    errno.ENOSPC: Reason.NO_SPACE,
+    errno.EDQUOT: Reason.NO_SPACE,
+    errno.EROFS: FileFailure.READ_ONLY,
+    errno.EACCES: FileFailure.PERMISSION,
+    errno.EPERM: FileFailure.PERMISSION,
+    errno.ELOOP: FileFailure.NOT_A_FILE,
+    errno.ENXIO: FileFailure.NOT_A_FILE,
+    errno.EISDIR: FileFailure.NOT_A_FILE,
+    errno.ENOTDIR: FileFailure.NOT_A_FILE,
 }
 
 
@@ -165,10 +184,10 @@ class Directory:
             )
 
 
-def reason_of(error: OSError) -> str:
+def reason_of(error: OSError) -> FileReason:
     if isinstance(error, TimeoutError | LostLockError):
-        return "timeout" if isinstance(error, TimeoutError) else "lock_lost"
-    return _REASONS.get(error.errno or 0, "io_error")
+        return Reason.TIMEOUT if isinstance(error, TimeoutError) else FileFailure.LOCK_LOST
+    return _REASONS.get(error.errno or 0, Reason.IO_ERROR)
 
 
 def make_directory(path: str) -> bool:

@@ -25,13 +25,14 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from tiered_kv.metrics.counters import Counters
+from tiered_kv.reasons import Reason
 from tiered_kv.system.file_systems import OWN_NAME
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.failure_texts import FailureTexts
 from tiered_kv.toolkit.jobs import failure_reason
 from tiered_kv.toolkit.small_files import remedy_for, told
-from tiered_kv_fs.directory import Directory, reason_of
+from tiered_kv_fs.directory import Directory, FileFailure, FileReason, reason_of
 from tiered_kv_fs.full_disk import without_room
 from tiered_kv_fs.ledger import SURVEY_INTERVAL_S, VALID_S, DirectoryLedger, Holder, LedgerState
 from tiered_kv_fs.locks import LostLockError
@@ -102,7 +103,8 @@ class GrantClient:
         self._is_registered = False
         self._is_full = False  # the last sweep could not make room
         self._sweep_after_s = 0.0
-        self._refusal = ("", 0.0)  # why nothing was granted, and until when stores fail at once for that reason
+        self._refusal: tuple[FileReason | None, float] = (None, 0.0)
+        """Why nothing was granted, and until when stores fail at once for that reason."""
         self._is_closing = False
         self._entries: list[Holder] = []  # what this tier's entry in the ledger can be
         self._is_survey_owed = False  # this tier's entry has gone, and with it perhaps a part of the total
@@ -137,10 +139,10 @@ class GrantClient:
         """Use the ledger now, which makes missing directories again."""
         self._is_asked.set()
 
-    async def take(self, size_bytes: int) -> str:
-        """Reserve granted bytes, and wait for a grant if needed; return why that failed, or an empty string."""
+    async def take(self, size_bytes: int) -> FileReason | None:
+        """Reserve granted bytes, and wait for a grant if needed; return why that failed."""
         if self._waiting or not self._take(size_bytes):
-            if reason := self._refused():
+            if (reason := self._refused()) is not None:
                 return reason
             self._waiting.append(size_bytes)
             try:
@@ -148,16 +150,16 @@ class GrantClient:
                     while not self._take(size_bytes):
                         self._is_asked.set()
                         await self._is_answered.wait()
-                        if reason := self._refused():
+                        if (reason := self._refused()) is not None:
                             return reason
             except TimeoutError:
-                self.counters.add("failed_calls_total", "no_space")
-                return "no_space"
+                self.counters.add("failed_calls_total", Reason.NO_SPACE.value)
+                return Reason.NO_SPACE
             finally:
                 self._waiting.remove(size_bytes)
         if self._free_bytes < self.grant_bytes // 2:
             self._is_asked.set()
-        return ""
+        return None
 
     def measure_again(self) -> None:
         """Look at the disk now: it was full."""
@@ -184,9 +186,9 @@ class GrantClient:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self.call(self._return, self._free_bytes)
 
-    def _refused(self) -> str:
+    def _refused(self) -> FileReason | None:
         reason, until_s = self._refusal
-        return reason if time.monotonic() < until_s else ""
+        return reason if time.monotonic() < until_s else None
 
     def _take(self, size_bytes: int) -> bool:
         if self._free_bytes < size_bytes or not self.is_granted():
@@ -201,9 +203,9 @@ class GrantClient:
         while not self._is_closing:
             free_bytes = self._free_bytes
             reason = await self._attempt(self._renew)
-            if self._waiting and not reason and self._is_full:
-                reason = "no_space"
-                self.counters.add("failed_calls_total", "no_space")
+            if self._waiting and reason is None and self._is_full:
+                reason = Reason.NO_SPACE
+                self.counters.add("failed_calls_total", reason.value)
             self._refusal = (reason, time.monotonic() + _REFUSAL_S)
             self._is_answered.set()
             self._is_answered = asyncio.Event()
@@ -263,15 +265,15 @@ class GrantClient:
         if outcome is not Sweep.BUSY or self._waiting:  # else the next tick tries again
             self._is_asked.set()
 
-    async def _attempt(self, work: Callable[[], Awaitable[None]]) -> str:
-        """Run an action; return "" or the reason why it failed. No exception must end the task."""
+    async def _attempt(self, work: Callable[[], Awaitable[None]]) -> FileReason | None:
+        """Run an action; return why it failed. No exception must end the task."""
         try:
             await work()
         except LostLockError:  # `_note_lost_lock` has said so
-            return "lock_lost"
+            return FileFailure.LOCK_LOST
         except Exception as error:
             reason = reason_of(error) if isinstance(error, OSError) else failure_reason(error)
-            self.counters.add("failed_calls_total", reason)
+            self.counters.add("failed_calls_total", reason.value)
             text = f"{told(error)}{remedy_for(error) if isinstance(error, OSError) else ''}"
             self.failure_texts.note(reason, f"keeping the capacity failed: {text}")
             if self._log_limit.take(reason) is not None:
@@ -279,7 +281,7 @@ class GrantClient:
             self.failure = f"keeping the capacity failed: {told(error)}"
             return reason
         self.failure = ""
-        return ""
+        return None
 
     # Threads.
 

@@ -15,6 +15,7 @@ from aiofiles.os import wrap
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.counters import Counters
+from tiered_kv.reasons import Reason
 from tiered_kv.system.limits import disk_need
 from tiered_kv.system.threads import BackgroundTask, DaemonThreads
 from tiered_kv.tiering.base import TierSpec
@@ -140,7 +141,7 @@ class FsTier(AsyncTier):
     async def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         room_bytes = len(keys) * self._allocation.room_bytes(self._record_bytes)  # less may be used, or more
         reason = await self._grants.take(room_bytes)
-        if reason:
+        if reason is not None:
             return Outcome((), reason)
         used_bytes = 0
         try:
@@ -154,7 +155,7 @@ class FsTier(AsyncTier):
         self._grants.newest_path = self._files.newest_path
         if moved.yields:
             self._grants.measure_again()
-        if moved.reason == "missing":  # directories were removed: the next use of the ledger makes them anew
+        if moved.reason is Reason.MISSING:  # directories were removed: the next use of the ledger makes them anew
             self._cache_epoch.recheck()
             self._grants.wake()
         return _outcome(moved, keys)
@@ -191,7 +192,7 @@ class FsTier(AsyncTier):
         value = self._cache_epoch.saved_value(deadline) if is_store else self._cache_epoch.value(deadline)
         move = self._files.store if is_store else self._files.load
         # The number is read after the value: `reset_cache` changes it first.
-        return move(value, keys, blocks, deadline) if epoch == self.epoch else Moved([], "reset")
+        return move(value, keys, blocks, deadline) if epoch == self.epoch else Moved([], Reason.RESET)
 
     def _contains_part(self, deadline: float, keys: Sequence[OffloadKey]) -> list[bool]:
         return self._files.contains(self._cache_epoch.value(deadline), keys)

@@ -16,6 +16,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.reasons import Reason
 from tiered_kv.server.attach import Attachment, HostLink
 from tiered_kv.server.connect import AWAIT_S, START_A_SERVER, ProgramManager, names_of
 from tiered_kv.server.idle import IdlePoll
@@ -35,7 +36,7 @@ _LEASE_SHARE: Final = 8
 _VECTORS_MAX: Final = 1024  # IOV_MAX of Linux
 _TOUCH_S: Final = 2.0  # how often the server learns that a block is used in this process's memory
 _TOUCH_TIMEOUT_S: Final = 0.5
-_AWAY: Final = "unanswered"
+_AWAY: Final = Reason.UNANSWERED
 """The reason while the server is away. The breaker ignores it: the tier attaches again by itself."""
 
 _libc = ctypes.CDLL(None)
@@ -90,7 +91,7 @@ class HostTier(BlockingTier):
                     self._manager.poll()
                     link = self._manager.link
                     if link is None or self._manager.stores_nothing_of(context):
-                        return Outcome(keys[:stored], "reset" if self._manager.is_outdated(context) else _AWAY)
+                        return Outcome(keys[:stored], Reason.RESET if self._manager.is_outdated(context) else _AWAY)
                     end = stored + min(batch, link.welcome.grant_max)
                     output = self._manager.prepare_store(names[stored:end], context)
                 if output is not None:
@@ -101,7 +102,7 @@ class HostTier(BlockingTier):
                 elif self._may_wait:
                     pause_s = pause(pause_s)
                 else:
-                    return Outcome(keys[:stored], "no_space")
+                    return Outcome(keys[:stored], Reason.NO_SPACE)
         return Outcome()
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
@@ -125,7 +126,7 @@ class HostTier(BlockingTier):
                     self._copy_from(found, rows, [blocks[place] for place in ready], context)
                     loaded += [keys[place] for place in ready]
                 elif left and not self._may_wait:
-                    return Outcome(loaded, "timeout")
+                    return Outcome(loaded, Reason.TIMEOUT)
                 elif left:
                     self._manager.await_message(AWAIT_S)
         if not self._manager.is_attached:
@@ -133,7 +134,7 @@ class HostTier(BlockingTier):
         found_keys = set(loaded)
         # The server also says of a block that it is missing if it has no room for a lease or for a promotion.
         is_there = any(self.contains_blocks([key for key in keys if key not in found_keys]))
-        return Outcome(loaded, "no_space" if is_there else "absent")
+        return Outcome(loaded, Reason.NO_SPACE if is_there else Reason.ABSENT)
 
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         names = names_of(keys)

@@ -11,6 +11,7 @@ from typing import Any, Final
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.counters import Counters
+from tiered_kv.reasons import Reason
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv.toolkit.event_log import EventLog
@@ -149,21 +150,21 @@ class MemoryTier(BlockingTier):
 
     def _in_runs(
         self,
-        transfer: Callable[[Sequence[_Pair]], dict[OffloadKey, str]],
+        transfer: Callable[[Sequence[_Pair]], dict[OffloadKey, Reason]],
         keys: Sequence[OffloadKey],
         blocks: Sequence[memoryview],
     ) -> Outcome:
         """Transfer blocks, some at a time; `transfer` returns the reason for each failure."""
         pairs = list(zip(keys, blocks, strict=True))
-        reasons: dict[OffloadKey, str] = {}
+        reasons: dict[OffloadKey, Reason] = {}
         for start in range(0, len(pairs), self._run_blocks):
             reasons |= transfer(pairs[start : start + self._run_blocks])
-        return Outcome([key for key in keys if key not in reasons], next(reversed(reasons.values()), ""))
+        return Outcome([key for key in keys if key not in reasons], next(reversed(reasons.values()), None))
 
-    def _store(self, pairs: Sequence[_Pair]) -> dict[OffloadKey, str]:
+    def _store(self, pairs: Sequence[_Pair]) -> dict[OffloadKey, Reason]:
         with self._records_lock:
             if self.part_epoch != self.epoch:
-                return {key: "reset" for key, _ in pairs}
+                return {key: Reason.RESET for key, _ in pairs}
             self._sweep()
             absent = []
             for key, block in pairs:
@@ -173,7 +174,7 @@ class MemoryTier(BlockingTier):
                     absent.append((key, block))
             reserved = len(absent) * self._record_bytes
             if not self._make_room(reserved):
-                return {key: "no_space" for key, _ in absent}
+                return {key: Reason.NO_SPACE for key, _ in absent}
             self._used_bytes += reserved
         records: dict[OffloadKey, _Record] = {}
         try:
@@ -187,17 +188,17 @@ class MemoryTier(BlockingTier):
                 self._records.update(new)
                 self._used_bytes += sum(len(record.data) for record in new.values()) - reserved
                 self._events.stored(new)
-        return dict.fromkeys(records, "reset") if is_reset else {}
+        return dict.fromkeys(records, Reason.RESET) if is_reset else {}
 
-    def _load(self, pairs: Sequence[_Pair]) -> dict[OffloadKey, str]:
-        reasons: dict[OffloadKey, str] = {}
+    def _load(self, pairs: Sequence[_Pair]) -> dict[OffloadKey, Reason]:
+        reasons: dict[OffloadKey, Reason] = {}
         found: list[tuple[OffloadKey, memoryview, _Record]] = []
         with self._records_lock:
             self._sweep()
             for key, block in pairs:
                 record = self._records.get(key)
                 if record is None:
-                    reasons[key] = "absent"
+                    reasons[key] = Reason.ABSENT
                     continue
                 record.readers += 1
                 record.is_read = True
@@ -208,7 +209,7 @@ class MemoryTier(BlockingTier):
                 header, payload = data[:HEADER_BYTES], data[HEADER_BYTES:]
                 status = decode_record(header, payload, key, block, self.tier_spec.namespace_digest, self._codecs)
                 if status is not RecordStatus.OK:
-                    reasons[key] = status.value
+                    reasons[key] = status.cause
         finally:
             with self._records_lock:
                 for key, _, record in found:
@@ -216,7 +217,7 @@ class MemoryTier(BlockingTier):
                     if record.is_removed and not record.readers:
                         self._used_bytes -= len(record.data)
                     if key in reasons and self._records.get(key) is record:
-                        self._counters.add("corrupt_blocks_total", reasons[key])
+                        self._counters.add("corrupt_blocks_total", reasons[key].value)
                         self._release(self._records.pop(key))
                         self._events.removed((key,))
         return reasons

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.reasons import Reason
 from tiered_kv.system.collector import untracked
 from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv_nvme.layout import BatchHeader, SegmentEntry, batch_header_bytes
@@ -99,7 +100,7 @@ class SegmentPool:
         self._generation = 0  # the greatest so far
         self.growing_since_s: float | None = None  # when the allocation of a segment began that has not ended
         self._growth_refused = False
-        self.refusal = ""  # why the disk refused the last batch whose segment is left out
+        self.refusal: Reason | None = None  # why the disk refused the last batch whose segment is left out
         self._ages = itertools.count()
         self._free: deque[Segment] = deque()
         self._active: dict[WriteStream, Segment] = {}
@@ -179,7 +180,7 @@ class SegmentPool:
             self._retire(next(stream for stream, active in self._active.items() if active is segment))
         self._end_write(segment)
 
-    def leave_out(self, reservation: Reservation, reason: str, *, is_noted: bool) -> None:
+    def leave_out(self, reservation: Reservation, reason: Reason, *, is_noted: bool) -> None:
         """Locked. End a reservation: its place on the disk refused its batch, while other places take writes.
 
         The segment is full, and its blocks can be loaded. If it `is_noted`, later uses end before that place, too.

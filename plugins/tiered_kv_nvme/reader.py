@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.reasons import UNREADABLE, RecordStatus
+from tiered_kv.reasons import UNREADABLE, Reason, RecordStatus
 from tiered_kv.system.file_systems import is_of_place
 from tiered_kv.system.threads import give_way
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, ThreadBuffer, binding_of
@@ -84,11 +84,11 @@ class BlockReader:
         loaded: set[OffloadKey] = set()
         failed: set[OffloadKey] = set()  # a key that is requested twice is loaded if both its blocks are
         lost: list[tuple[Wanted, RecordStatus]] = []
-        reason = "absent" if len(wanted) < len(keys) else ""
+        reason = Reason.ABSENT if len(wanted) < len(keys) else None
         try:
             for run in _runs(wanted):
                 if time.monotonic() >= deadline:
-                    reason = "expired"
+                    reason = Reason.EXPIRED
                     failed.update(item.key for item in run)
                     continue
                 statuses: Sequence[RecordStatus | None]
@@ -100,7 +100,7 @@ class BlockReader:
                 for item, status in zip(run, statuses, strict=True):
                     if status is None:
                         failed.add(item.key)
-                        reason = "io_error"
+                        reason = Reason.IO_ERROR
                     elif status is RecordStatus.OK:
                         self.pool.worth.use(item.segment.table, item.ordinal, READ)
                         loaded.add(item.key)
@@ -113,7 +113,7 @@ class BlockReader:
             status = lost[-1][1]
             reason = status.reason
         if not still_valid:
-            return Outcome((), "reset")
+            return Outcome((), Reason.RESET)
         loaded -= failed
         return ALL_DONE if len(loaded) == len(set(keys)) else Outcome(loaded, reason)
 

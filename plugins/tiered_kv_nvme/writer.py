@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.reasons import Reason
 from tiered_kv.system.file_systems import is_of_place, is_stuck
 from tiered_kv.system.threads import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, ThreadBuffer, binding_of
@@ -74,17 +75,17 @@ class BatchWriter:
         if not wanted:
             return ALL_DONE
         fitting = [key for key in wanted if 0 < len(key) <= KEY_BYTES_MAX]
-        reason = "" if len(fitting) == len(wanted) else "key_size"
+        reason = None if len(fitting) == len(wanted) else Reason.KEY_SIZE
         stored: set[OffloadKey] = set()
         for start in range(0, len(fitting), BATCH_BLOCKS_MAX):
             batch_keys = fitting[start : start + BATCH_BLOCKS_MAX]
             payloads = [self._prepare(wanted[key]) for key in batch_keys]
             if time.monotonic() >= deadline:
-                reason = "expired"
+                reason = Reason.EXPIRED
                 break
             count, failure = self.write(batch_keys, payloads, epoch, deadline=deadline)
             stored.update(batch_keys[:count])
-            if failure:  # the next batch would probably fail too
+            if failure is not None:  # the next batch would probably fail too
                 reason = failure
                 break
         if len(stored) == len(wanted):
@@ -103,7 +104,7 @@ class BatchWriter:
         epoch: int,
         old_places: Sequence[int] | None = None,
         deadline: float = math.inf,
-    ) -> tuple[int, str]:
+    ) -> tuple[int, Reason | None]:
         """Write one batch, or several at the end of a segment; return the number of blocks, and why others failed.
 
         If a place on the disk refuses a batch, the batch is written to another segment. With `old_places` the blocks
@@ -115,30 +116,32 @@ class BatchWriter:
         done = refusals = 0
         while done < len(keys):
             if refusals and time.monotonic() >= deadline:
-                return done, "expired"
+                return done, Reason.EXPIRED
             rest = payloads[done:]
             demand = Demand.of([payload.draft.payload_bytes for payload in rest], [len(key) for key in keys[done:]])
             reservation = self.pool.reserve(demand, epoch, timeout_s, stream)
             if reservation is None:
                 if epoch != self.pool.epoch:
-                    return done, "reset"
+                    return done, Reason.RESET
                 if stream is WriteStream.STORES:
                     with self.pool.changed:
                         starved, growing = self.pool.is_starved, self.pool.growing_since_s is not None
-                        refusal = self.pool.refusal if self.pool.left_out else ""
+                        refusal = self.pool.refusal if self.pool.left_out else None
                     self.counters.add("refused_stores_total" if starved else "room_timeouts_total")
-                    return done, "allocating" if growing and not starved else refusal or "no_space"
-                return done, "no_space"
+                    if growing and not starved:
+                        return done, Reason.ALLOCATING
+                    return done, refusal or Reason.NO_SPACE
+                return done, Reason.NO_SPACE
             end = done + reservation.header.entry_count
             places = old_places[done:end] if old_places is not None else None
             failure, is_bad_place = self._write_batch(reservation, keys[done:end], payloads[done:end], places)
-            if not failure:
+            if failure is None:
                 done, refusals = end, 0
             elif is_bad_place and old_places is None and refusals < PLACES_MAX - 1:
                 refusals += 1
             else:
                 return done, failure
-        return done, ""
+        return done, None
 
     def _write_batch(
         self,
@@ -146,7 +149,7 @@ class BatchWriter:
         keys: Sequence[OffloadKey],
         payloads: Sequence[Payload],
         old_places: Sequence[int] | None,
-    ) -> tuple[str, bool]:
+    ) -> tuple[Reason | None, bool]:
         """Write a batch and add its blocks to the index; return why that failed, and whether its place is bad."""
         segment, header = reservation.segment, reservation.header
         try:
@@ -168,7 +171,7 @@ class BatchWriter:
                 raise
             return failure_reason(error), is_bad_place
         self.counters.add("stored_batches_total")
-        return "" if self.pool.commit(reservation, keys, entries, states, old_places) else "reset", False
+        return None if self.pool.commit(reservation, keys, entries, states, old_places) else Reason.RESET, False
 
     def _give_up(self, reservation: Reservation, error: BaseException, *, is_noted: bool) -> bool:
         """End a reservation after its batch could not be written; return whether the disk takes writes elsewhere.

@@ -27,7 +27,7 @@ from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import check_tls_files
 from tiered_kv_redis.epoch import KEY_PREFIX, KeySpace
-from tiered_kv_redis.reasons import NodeError, reason_of_error
+from tiered_kv_redis.reasons import NodeError, ServerFailure, reason_of_error
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
@@ -134,7 +134,11 @@ class RedisAdministration(ListedStorage):
                     elif isinstance(value, int):
                         yield each, RecordStatus.BAD_LENGTH, len(block)
                     elif isinstance(value, Exception) and (reason := reason_of_error(value)) not in why.ELSEWHERE:
-                        yield each, why.WRONG_TYPE if str(value).startswith("WRONGTYPE") else reason, len(block)
+                        yield (
+                            each,
+                            ServerFailure.WRONG_TYPE if str(value).startswith("WRONGTYPE") else reason,
+                            len(block),
+                        )
 
     def close(self) -> None:
         self._topology.close()
@@ -148,7 +152,7 @@ class RedisAdministration(ListedStorage):
             found = reason_of_error(error)
             reason = self._topology.explained(found)
             text = None if isinstance(error, NodeError) or reason != found else words_of(error)
-            message = self._topology.sentence(reason, text, wants=_RIGHTS if reason == why.PERMISSION else "")
+            message = self._topology.sentence(reason, text, wants=_RIGHTS if reason == ServerFailure.PERMISSION else "")
             raise TierUnavailableError(message, tier=self._settings.name, operation=operation) from error
 
 

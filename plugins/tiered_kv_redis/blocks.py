@@ -8,13 +8,13 @@ from functools import partial
 from typing import TypeVar
 
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.reasons import UNREADABLE
+from tiered_kv.reasons import UNREADABLE, Reason
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, Unreadable, decode_record, record_bytes_max
 from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import Link
 from tiered_kv_redis.exchange import Batch, Calls, Exchange, Failures, Stores, Transfer, run
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import NodeError
+from tiered_kv_redis.reasons import NodeError, RedisReason, ServerFailure
 from tiered_kv_redis.replies import Refusal, command
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
@@ -50,7 +50,7 @@ class Blocks:
         counters: Counters,
         block_bytes: int,
         namespace_digest: bytes,
-        note_failures: Callable[[str, int, str], object],
+        note_failures: Callable[[str, int, RedisReason], object],
     ) -> None:
         self._topology = topology
         self._counters = counters
@@ -106,7 +106,9 @@ class Blocks:
         reasons = Counter(_with_second_attempt(ask, batch).values())
         for reason, count in reasons.items() if renews else ():
             self._note_failures("renewal", count, reason)
-        self._refuses_renewals |= renews and not {why.PERMISSION, why.SERVER_ERROR}.isdisjoint(reasons)
+        self._refuses_renewals |= renews and not {ServerFailure.PERMISSION, ServerFailure.SERVER_ERROR}.isdisjoint(
+            reasons
+        )
         return absent
 
     # Positions are those in the batch.
@@ -149,7 +151,7 @@ class Blocks:
             damaged = [at for each in done for at in each.damaged]
             if damaged:
                 for at in damaged:
-                    self._counters.add("corrupt_blocks_total", failed[at])
+                    self._counters.add("corrupt_blocks_total", failed[at].value)
                 kept: Failures = {}
                 self._ask(b"UNLINK", damaged, batch, kept)
                 self._unreadable.note(batch.names[at] for at in kept)  # no permission, or no answer
@@ -157,7 +159,7 @@ class Blocks:
                     self._note_failures("delete", count, reason)
             # A value that is too long ends its connection: the replies to later commands were lost. So does a server
             # that keeps fewer replies; each time half as many are pending.
-            lost = {why.CUT_OFF, why.TOO_LONG} if damaged else {why.CUT_OFF}
+            lost = {ServerFailure.CUT_OFF, ServerFailure.TOO_LONG} if damaged else {ServerFailure.CUT_OFF}
             positions = [at for at, reason in failed.items() if reason in lost and at not in damaged]
             failures |= {at: reason for at, reason in failed.items() if at not in positions}
         return failures
@@ -167,7 +169,7 @@ class Blocks:
         failures: Failures = {}
         replies = self._ask(b"STRLEN", positions, batch, failures)
         lengths.update({at: reply for at, reply in replies.items() if isinstance(reply, int)})
-        for at in [at for at, reason in failures.items() if reason == why.WRONG_TYPE]:
+        for at in [at for at, reason in failures.items() if reason is ServerFailure.WRONG_TYPE]:
             lengths[at] = 0  # the value exists, and is no block
             del failures[at]
         return failures
@@ -197,12 +199,14 @@ class Blocks:
             return []
         placed = [(node, [positions[at] for at in own]) for node, own in shares]
         if sum(len(own) for _, own in placed) < len(positions):
-            failures.update(dict.fromkeys(set(positions).difference(*(own for _, own in placed)), why.CLUSTER_DOWN))
+            failures.update(
+                dict.fromkeys(set(positions).difference(*(own for _, own in placed)), ServerFailure.CLUSTER_DOWN)
+            )
         exchanges = [exchange_with(node, own, failures) for node, own in placed]
         run(exchanges, batch.deadline)
         for exchange in exchanges:
             reasons = exchange.reasons()
-            if {why.MOVED, why.READ_ONLY} & {*reasons}:
+            if {ServerFailure.MOVED, ServerFailure.READ_ONLY} & {*reasons}:
                 self._topology.refresh()
             elif len(reasons) == exchange.count and why.UNUSABLE.issuperset(reasons) and not exchange.node.is_down:
                 exchange.node.note_failure(reasons[0])  # it answers, but cannot be used
@@ -215,7 +219,7 @@ class Blocks:
 def _with_second_attempt(attempt: Callable[[Sequence[int]], Failures], batch: Batch) -> Failures:
     """Attempt all blocks, and once more those that have moved to another server."""
     failures = attempt(range(len(batch.names)))
-    moved = [at for at, reason in failures.items() if reason == why.MOVED]
+    moved = [at for at, reason in failures.items() if reason is ServerFailure.MOVED]
     if moved:
         for at in moved:
             del failures[at]
@@ -271,12 +275,12 @@ class Loads(Exchange):
                 raise
             # A server closes a connection whose pending replies exceed its client-output-buffer-limit.
             self.node.narrow(pending * self._reply_bytes // 2)
-            raise NodeError(why.CUT_OFF) from None
+            raise NodeError(ServerFailure.CUT_OFF) from None
         self.node.note_loaded()
 
-    def closing_reason(self) -> str:
+    def closing_reason(self) -> RedisReason | None:
         is_limited = self._reply_bytes > _REPLY_BYTES_FREE and self.node.pending_bytes_max is not None
-        return why.OUTPUT_BUFFER if is_limited else ""
+        return ServerFailure.OUTPUT_BUFFER if is_limited else None
 
     def _finish(self, link: Link, deadline: float) -> None:
         while self.answered < self.count:
@@ -331,7 +335,7 @@ class Loads(Exchange):
             if kind == _PIECES - 1:
                 end = self._slot() + self._head_bytes
                 if self._heads[end : end + len(_CRLF)] != _CRLF:
-                    raise NodeError(why.PROTOCOL)
+                    raise NodeError(ServerFailure.PROTOCOL)
                 self._received += 1
         self._at = at
 
@@ -354,7 +358,7 @@ class Loads(Exchange):
         digest, codecs = self._transfer.namespace_digest, self._transfer.codecs
         status = decode_record(header, payload, key, block, digest, codecs)
         if status is not RecordStatus.OK:
-            self.failures[self.positions[number]] = status.value
+            self.failures[self.positions[number]] = status.cause
             (self.unreadable if status in UNREADABLE else self.damaged).append(self.positions[number])
 
     # Any replies.
@@ -366,7 +370,7 @@ class Loads(Exchange):
             if not link.replies.buffered_bytes:
                 break
             if self._received == self._sent:
-                raise NodeError(why.PROTOCOL)
+                raise NodeError(ServerFailure.PROTOCOL)
         self._pieces, self._at = [], 0
         self._lay_out(self._received, self._sent)
 
@@ -375,7 +379,9 @@ class Loads(Exchange):
         try:
             length = link.replies.bulk_length(self._record_bytes_max, deadline)
         except NodeError as error:
-            if error.reason == why.TOO_LONG:  # it can never be loaded; later replies on this connection are lost too
+            if (
+                error.reason is ServerFailure.TOO_LONG
+            ):  # it can never be loaded; later replies on this connection are lost too
                 self.damaged.append(position)
             raise
         self._received += 1
@@ -383,7 +389,7 @@ class Loads(Exchange):
             record = link.replies.bulk(length, deadline)
             self._decode(self._received - 1, record[:HEADER_BYTES], record[HEADER_BYTES:])
         else:
-            self.failures[position] = why.ABSENT
+            self.failures[position] = Reason.ABSENT
             if isinstance(length, Refusal):
                 self.refuse(position, length)
             self.answered += 1

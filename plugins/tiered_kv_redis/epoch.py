@@ -9,10 +9,10 @@ import contextlib
 import json
 from collections.abc import Mapping
 
+from tiered_kv.reasons import Reason
 from tiered_kv.toolkit.epoch import Epoch
-from tiered_kv_redis import reasons as why
 from tiered_kv_redis.exchange import Calls, Failures, run
-from tiered_kv_redis.reasons import NodeError
+from tiered_kv_redis.reasons import NodeError, ServerFailure
 from tiered_kv_redis.replies import Reply, command
 from tiered_kv_redis.topology import Topology
 
@@ -43,7 +43,7 @@ class KeySpace:
         try:
             value = self.epoch.saved_value(deadline) if is_saved else self.epoch.value(deadline)
         except TimeoutError:
-            raise NodeError(why.TIMEOUT) from None
+            raise NodeError(Reason.TIMEOUT) from None
         return self._prefix + value.encode() + b":"
 
     def contact(self, deadline: float) -> None:
@@ -71,7 +71,7 @@ class KeySpace:
         try:
             stored = self._call(deadline, b"GET", b"epoch")
         except NodeError as error:
-            if error.reason not in (why.WRONG_TYPE, why.TOO_LONG):
+            if error.reason not in (ServerFailure.WRONG_TYPE, ServerFailure.TOO_LONG):
                 raise
             return b""  # damaged: another program wrote it
         return stored if isinstance(stored, bytes) else None
@@ -97,12 +97,12 @@ class KeySpace:
         name = self._prefix + name
         shares = self._topology.split([name], deadline)
         if not shares:
-            raise NodeError(why.CLUSTER_DOWN)
+            raise NodeError(ServerFailure.CLUSTER_DOWN)
         failures: Failures = {}
         call = Calls(shares[0][0], [0], failures, {0: command(verb, name, *arguments)})
         run([call], deadline)
         if failures:
-            if failures[0] in (why.MOVED, why.READ_ONLY):
+            if failures[0] in (ServerFailure.MOVED, ServerFailure.READ_ONLY):
                 self._topology.refresh()
             raise NodeError(failures[0])
         return call.replies[0]

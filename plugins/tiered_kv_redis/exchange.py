@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.reasons import Reason
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv.toolkit.resolver import words_of
-from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import Link
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import NodeError, reason_of_error
+from tiered_kv_redis.reasons import NodeError, RedisReason, ServerFailure, reason_of_error
 from tiered_kv_redis.replies import Buffer, Refusal, Reply
 
-Failures = dict[int, str]  # why blocks failed, by their position in a batch
+Failures = dict[int, RedisReason]  # why blocks failed, by their position in a batch
 _STORED = b"+OK\r\n"
 _LONG_BYTES = (1 << 20) - (1 << 10)
 """From here on, a server may close a connection for one value: the least `client-query-buffer-limit` is 1 MiB."""
@@ -61,7 +61,7 @@ class Exchange(ABC):
         self.positions = positions
         self.failures = failures
         self.count = len(positions)
-        self.failure = ""  # why the exchange ended early; empty if it did not
+        self.failure: RedisReason | None = None  # why the exchange ended early; None if it did not
         self.answered = 0  # commands, from the first on, whose reply has been read
         self.longest_bytes = 0  # the longest value that it sends
 
@@ -73,22 +73,22 @@ class Exchange(ABC):
     def finish(self, link: Link, deadline: float) -> None:
         """Read the replies, counting each in `answered`, and send the remaining commands."""
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: RedisReason) -> None:
         """End the exchange early: blocks without a reply failed. The first reason counts."""
         self.failure = self.failure or reason
         for position in self.positions[self.answered :]:
             self.failures.setdefault(position, self.failure)
 
-    def closing_reason(self) -> str:
-        """Return why a server that answers would have closed the connection; empty if that is not known."""
-        return why.QUERY_BUFFER if self.longest_bytes >= _LONG_BYTES else ""
+    def closing_reason(self) -> RedisReason | None:
+        """Return why a server that answers would have closed the connection; None if that is not known."""
+        return ServerFailure.QUERY_BUFFER if self.longest_bytes >= _LONG_BYTES else None
 
     def refuse(self, position: int, reply: Refusal) -> None:
         """Note the server's error reply for one block."""
         self.failures[position] = reply.reason
         self.node.said[reply.reason] = reply.text
 
-    def reasons(self) -> list[str]:
+    def reasons(self) -> list[RedisReason]:
         """Return the reason of each failed block of this exchange."""
         return [self.failures[position] for position in self.positions if position in self.failures]
 
@@ -111,7 +111,7 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
     try:
         for exchange in exchanges:
             if time.monotonic() >= deadline:
-                exchange.fail(why.TIMEOUT)
+                exchange.fail(Reason.TIMEOUT)
                 continue
             try:
                 link = exchange.node.take()
@@ -124,8 +124,8 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
     finally:
         for exchange, link in begun:
             if exchange.answered < exchange.count or link.replies.buffered_bytes:
-                exchange.fail(why.PROTOCOL)
-            if why.READ_ONLY in exchange.reasons():
+                exchange.fail(ServerFailure.PROTOCOL)
+            if ServerFailure.READ_ONLY in exchange.reasons():
                 exchange.node.renew()
             if exchange.failure:
                 exchange.node.drop(link, exchange.failure)
@@ -156,7 +156,7 @@ def _finish_as_they_answer(begun: list[tuple[Exchange, Link]], deadline: float) 
             exchange, link = waiting.pop(fd)
             _guarded(exchange, link, exchange.finish, deadline)
     for exchange, _ in waiting.values():
-        exchange.fail(why.TIMEOUT)
+        exchange.fail(Reason.TIMEOUT)
 
 
 def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None], deadline: float) -> None:
@@ -256,4 +256,4 @@ class Stores(Exchange):
         elif isinstance(reply, Refusal):
             self.refuse(position, reply)
         elif reply != b"OK":
-            raise NodeError(why.PROTOCOL)
+            raise NodeError(ServerFailure.PROTOCOL)

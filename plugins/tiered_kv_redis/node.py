@@ -16,12 +16,13 @@ from redis import Redis
 from redis.connection import Connection, ConnectionPool
 from redis.exceptions import RedisError, ResponseError
 
+from tiered_kv.reasons import Reason
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import Link
-from tiered_kv_redis.reasons import NodeError, reason_of_error
+from tiered_kv_redis.reasons import NodeError, RedisReason, reason_of_error
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +51,10 @@ class Node:
         pool_settings: Mapping[str, Any],  # Any: redis-py's
         on_connect: Callable[[], None] = lambda: None,
         on_failure: Callable[[], None] = lambda: None,
-        said: MutableMapping[str, str] | None = None,
+        said: MutableMapping[RedisReason, str] | None = None,
     ) -> None:
         self.label = label
-        self.said: MutableMapping[str, str] = {} if said is None else said
+        self.said: MutableMapping[RedisReason, str] = {} if said is None else said
         self._pending_bytes_max: int | None = None
         self._narrow_until_s = -math.inf
         self._is_cut_off = False  # a connection was closed while replies were pending, and no load has ended since
@@ -65,7 +66,9 @@ class Node:
         self._pool = ConnectionPool(**pool_settings)
         # Idle connections, outside the pool: its check of each would cost as much as a small block.
         self._idle: deque[Link] = deque()
-        self._down_reason = ""  # empty while the server is in use; any thread sets it, the prober clears it
+        self._down_reason: RedisReason | None = (
+            None  # None while the server is in use; any thread sets it, the prober clears it
+        )
         self._renewed_s = -math.inf  # connections opened before it are not used again
         self._prober = BackgroundTask(self._probe, "tiered-kv-redis-probe")
 
@@ -82,7 +85,7 @@ class Node:
     @property
     def is_down(self) -> bool:
         """Whether the server failed, and no probe has succeeded since."""
-        return bool(self._down_reason)
+        return self._down_reason is not None
 
     def take(self) -> Link:
         """Return an open connection without unread bytes; call `give_back` or `drop` after use.
@@ -90,9 +93,9 @@ class Node:
         Raises `NodeError`: the server is down, or cannot be connected to.
         """
         if self._closing.is_set():
-            raise NodeError(why.UNAVAILABLE)
+            raise NodeError(Reason.UNAVAILABLE)
         reason = self._down_reason
-        if reason:
+        if reason is not None:
             self._prober.ask()  # it runs already, unless no thread could be started
             raise NodeError(reason)
         try:
@@ -146,13 +149,13 @@ class Node:
         except Exception:  # redis-py may raise any exception for invalid replies
             return False
 
-    def drop(self, link: Link, reason: str) -> None:
+    def drop(self, link: Link, reason: RedisReason | None) -> None:
         """Close a connection that may have unread bytes; with a `reason`, the server failed."""
         self._close(link.connection)
-        if reason and reason not in why.NO_FAILURE_OF_SERVER:
+        if reason is not None and reason not in why.NO_FAILURE_OF_SERVER:
             self.note_failure(reason)
 
-    def note_failure(self, reason: str) -> None:
+    def note_failure(self, reason: RedisReason) -> None:
         """Stop using the server until a probe succeeds."""
         self._is_cut_off = False
         if not self._closing.is_set():
@@ -213,29 +216,29 @@ class Node:
 
     def _probe(self) -> None:
         pause_s = _PAUSE_MIN_S
-        while self._down_reason and not self._closing.wait(pause_s * random.uniform(0.5, 1.0)):
+        while self._down_reason is not None and not self._closing.wait(pause_s * random.uniform(0.5, 1.0)):
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
             try:
                 reason = self._probe_once()
             except Exception as error:  # redis-py may raise any exception for invalid replies
                 reason = self._reason_of(error)
-            if not reason:
+            if reason is None:
                 self._narrow_until_s = -math.inf  # a server that was started again may have another limit
             self._down_reason = reason
-            if reason:
+            if reason is not None:
                 self._on_failure()
 
-    def _probe_once(self) -> str:
-        """Send the server a request; return why it cannot be used, or an empty string."""
+    def _probe_once(self) -> RedisReason | None:
+        """Send the server a request; return why it cannot be used."""
         with contextlib.closing(self.client()) as client:
             try:
                 client.strlen(_PROBE_NAME)
             except ResponseError as error:  # such as MOVED, an answer: this member does not have the name
                 reason = self._reason_of(error)
-                return reason if reason in why.UNUSABLE else ""
-        return ""
+                return reason if reason in why.UNUSABLE else None
+        return None
 
-    def _reason_of(self, error: Exception) -> str:
+    def _reason_of(self, error: Exception) -> RedisReason:
         reason = reason_of_error(error)
         self.said[reason] = words_of(error)
         return reason

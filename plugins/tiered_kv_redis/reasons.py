@@ -1,10 +1,15 @@
-"""Reasons of failures, one word each, as in the counters."""
+"""Reasons of failures: those that all tiers have, and those of this tier, as enums.
+
+If the server of a job's blocks cannot be used while others can, the reason is `Reason.UNANSWERED`: no failure of the
+tier. Any thread uses it.
+"""
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping, Set
-from typing import Final
+from enum import StrEnum
+from typing import Final, TypeAlias
 
 from redis.exceptions import (
     AskError,
@@ -21,84 +26,112 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from tiered_kv.config.secrets import foreign_text
+from tiered_kv.reasons import Reason
 from tiered_kv.toolkit.resolver import causes_of
 
-ABSENT: Final = "absent"
-READ_ONLY: Final = "readonly"
-MOVED: Final = "moved"
-ASK: Final = "ask"
-NO_SPACE: Final = "no_space"
-TIMEOUT: Final = "timeout"
-UNAVAILABLE: Final = "unavailable"
-AUTH: Final = "auth"
-CLUSTER_DOWN: Final = "cluster_down"
-SERVER_ERROR: Final = "server_error"
-LOADING: Final = "loading"
-BUSY: Final = "busy"
-PROTOCOL: Final = "protocol"
-CUT_OFF: Final = "cut_off"
-QUERY_BUFFER: Final = "query_buffer"
-OUTPUT_BUFFER: Final = "output_buffer"
-PERMISSION: Final = "permission"
-TLS: Final = "tls"
-TOO_LONG: Final = "too_long"
-WRONG_TYPE: Final = "wrong_type"
 
-NO_FAILURE_OF_SERVER: Final = frozenset((TOO_LONG, CUT_OFF, QUERY_BUFFER, OUTPUT_BUFFER))
+class ServerFailure(StrEnum):
+    """Reasons of this tier alone; the value is the word in the counters."""
+
+    READ_ONLY = "readonly"
+    MOVED = "moved"
+    ASK = "ask"
+    AUTH = "auth"
+    CLUSTER_DOWN = "cluster_down"
+    SERVER_ERROR = "server_error"
+    LOADING = "loading"
+    PROTOCOL = "protocol"
+    CUT_OFF = "cut_off"
+    QUERY_BUFFER = "query_buffer"
+    OUTPUT_BUFFER = "output_buffer"
+    PERMISSION = "permission"
+    TLS = "tls"
+    TOO_LONG = "too_long"
+    WRONG_TYPE = "wrong_type"
+    WITHOUT_TLS = "without_tls"
+    WITH_TLS = "with_tls"
+
+
+RedisReason: TypeAlias = Reason | ServerFailure
+
+NO_FAILURE_OF_SERVER: Final[frozenset[RedisReason]] = frozenset(
+    (ServerFailure.TOO_LONG, ServerFailure.CUT_OFF, ServerFailure.QUERY_BUFFER, ServerFailure.OUTPUT_BUFFER)
+)
 """Reasons why a connection ended, of a server that answers on others."""
 
-UNANSWERED: Final = "unanswered"
-"""The server of a job's blocks cannot be used, while others can: no failure of the tier."""
+UNUSABLE: Final[frozenset[RedisReason]] = frozenset((ServerFailure.LOADING, ServerFailure.CLUSTER_DOWN))
+"""Replies of a server that can serve nothing now."""
 
-UNUSABLE: Final = frozenset((LOADING, CLUSTER_DOWN))  # replies of a server that can serve nothing now
-
-ELSEWHERE: Final = frozenset((MOVED, ASK))
+ELSEWHERE: Final[frozenset[RedisReason]] = frozenset((ServerFailure.MOVED, ServerFailure.ASK))
 """Replies of a healthy server that has given the key's slot away, or is about to."""
 
-OF_ONE_SERVER: Final = UNUSABLE | {ASK, BUSY, TIMEOUT, UNAVAILABLE, AUTH, TLS, PROTOCOL}
+OF_ONE_SERVER: Final[frozenset[RedisReason]] = UNUSABLE | {
+    ServerFailure.ASK,
+    Reason.BUSY,
+    Reason.TIMEOUT,
+    Reason.UNAVAILABLE,
+    ServerFailure.AUTH,
+    ServerFailure.TLS,
+    ServerFailure.PROTOCOL,
+}
 """Reasons that concern one server only."""
 
-UNLIKE: Final = frozenset((TIMEOUT, UNAVAILABLE, PROTOCOL, TLS))
+UNLIKE: Final[frozenset[RedisReason]] = frozenset(
+    (Reason.TIMEOUT, Reason.UNAVAILABLE, ServerFailure.PROTOCOL, ServerFailure.TLS)
+)
 """Reasons that a server has, too, if it speaks TLS and this client does not, or the reverse."""
-WITHOUT_TLS: Final = "without_tls"
-WITH_TLS: Final = "with_tls"
 
-REFUSALS: Final = frozenset((AUTH, PERMISSION, SERVER_ERROR, TLS, WITHOUT_TLS, WITH_TLS))
+REFUSALS: Final[frozenset[RedisReason]] = frozenset(
+    (
+        ServerFailure.AUTH,
+        ServerFailure.PERMISSION,
+        ServerFailure.SERVER_ERROR,
+        ServerFailure.TLS,
+        ServerFailure.WITHOUT_TLS,
+        ServerFailure.WITH_TLS,
+    )
+)
 """Permanent failures: the tier is not opened."""
 
-_IS_SAID: Final[Mapping[str, tuple[str, str]]] = {
-    AUTH: (
+_IS_SAID: Final[Mapping[RedisReason, tuple[str, str]]] = {
+    ServerFailure.AUTH: (
         "refuses the user or password, or clients of other machines",
         "check 'username', 'password' and its 'protected-mode'",
     ),
-    PERMISSION: (
+    ServerFailure.PERMISSION: (
         "does not permit what this tier does",
         "its user needs +get +set +strlen +unlink on keys 'tkv1:*', with a 'ttl' also +pexpire, "
         "in a cluster also +cluster|slots",
     ),
-    SERVER_ERROR: ("answers with an error", "check 'db', and that it is a Redis of the 'mode' that is set"),
-    TLS: (
+    ServerFailure.SERVER_ERROR: (
+        "answers with an error",
+        "check 'db', and that it is a Redis of the 'mode' that is set",
+    ),
+    ServerFailure.TLS: (
         "does not pass the check of its certificate, or offers no TLS",
         "set 'tls_ca' to the file of its authority, or connect by a name that the certificate has",
     ),
-    WITHOUT_TLS: ("does not speak TLS", "write 'redis://' in place of 'rediss://', or leave 'tls' out"),
-    WITH_TLS: ("speaks TLS only", "write 'rediss://' in place of 'redis://', or set 'tls: true'"),
-    UNAVAILABLE: ("cannot be reached", "start it, or correct its address in the stack"),
-    TIMEOUT: (
+    ServerFailure.WITHOUT_TLS: ("does not speak TLS", "write 'redis://' in place of 'rediss://', or leave 'tls' out"),
+    ServerFailure.WITH_TLS: ("speaks TLS only", "write 'rediss://' in place of 'redis://', or set 'tls: true'"),
+    Reason.UNAVAILABLE: ("cannot be reached", "start it, or correct its address in the stack"),
+    Reason.TIMEOUT: (
         "does not answer in time",
         "see whether it is overloaded or a firewall drops packets, or raise 'timeout' and 'connect_timeout'",
     ),
-    PROTOCOL: ("does not answer as Redis does", "correct its address in the stack, or 'tls'"),
-    READ_ONLY: ("takes no writes", "give the address of the master, or see why it cannot save its data"),
-    NO_SPACE: ("has no memory left", "raise its 'maxmemory', or set its 'maxmemory-policy' to allkeys-lru"),
-    LOADING: ("is still loading its data", "wait until it has"),
-    BUSY: ("is busy with a script", "wait, or end the script"),
-    CLUSTER_DOWN: ("has no masters for its slots", "see what CLUSTER INFO says, and start the missing masters"),
-    QUERY_BUFFER: (
+    ServerFailure.PROTOCOL: ("does not answer as Redis does", "correct its address in the stack, or 'tls'"),
+    ServerFailure.READ_ONLY: ("takes no writes", "give the address of the master, or see why it cannot save its data"),
+    Reason.NO_SPACE: ("has no memory left", "raise its 'maxmemory', or set its 'maxmemory-policy' to allkeys-lru"),
+    ServerFailure.LOADING: ("is still loading its data", "wait until it has"),
+    Reason.BUSY: ("is busy with a script", "wait, or end the script"),
+    ServerFailure.CLUSTER_DOWN: (
+        "has no masters for its slots",
+        "see what CLUSTER INFO says, and start the missing masters",
+    ),
+    ServerFailure.QUERY_BUFFER: (
         "closes connections that send it a block",
         "raise its 'client-query-buffer-limit' and 'proto-max-bulk-len' above the size of a block",
     ),
-    OUTPUT_BUFFER: (
+    ServerFailure.OUTPUT_BUFFER: (
         "closes connections to which it sends a block",
         "raise its 'client-output-buffer-limit normal' above two blocks",
     ),
@@ -142,50 +175,50 @@ _SAID_BY_WORDS: Final[Mapping[str, tuple[str, str]]] = {
 _UNKNOWN_HOST: Final = ("not known", "name resolution", "no address")
 """In what the resolver says about a host that has no address."""
 
-_BY_CODE: Final = {
-    b"OOM": NO_SPACE,
-    b"READONLY": READ_ONLY,
-    b"MISCONF": READ_ONLY,
-    b"NOREPLICAS": READ_ONLY,
-    b"LOADING": LOADING,
-    b"MOVED": MOVED,
-    b"ASK": ASK,
-    b"TRYAGAIN": ASK,
-    b"CROSSSLOT": ASK,
-    b"CLUSTERDOWN": CLUSTER_DOWN,
-    b"MASTERDOWN": CLUSTER_DOWN,
-    b"NOAUTH": AUTH,
-    b"WRONGPASS": AUTH,
-    b"DENIED": AUTH,
-    b"NOPERM": PERMISSION,
-    b"WRONGTYPE": WRONG_TYPE,
-    b"BUSY": BUSY,
+_BY_CODE: Final[Mapping[bytes, RedisReason]] = {
+    b"OOM": Reason.NO_SPACE,
+    b"READONLY": ServerFailure.READ_ONLY,
+    b"MISCONF": ServerFailure.READ_ONLY,
+    b"NOREPLICAS": ServerFailure.READ_ONLY,
+    b"LOADING": ServerFailure.LOADING,
+    b"MOVED": ServerFailure.MOVED,
+    b"ASK": ServerFailure.ASK,
+    b"TRYAGAIN": ServerFailure.ASK,
+    b"CROSSSLOT": ServerFailure.ASK,
+    b"CLUSTERDOWN": ServerFailure.CLUSTER_DOWN,
+    b"MASTERDOWN": ServerFailure.CLUSTER_DOWN,
+    b"NOAUTH": ServerFailure.AUTH,
+    b"WRONGPASS": ServerFailure.AUTH,
+    b"DENIED": ServerFailure.AUTH,
+    b"NOPERM": ServerFailure.PERMISSION,
+    b"WRONGTYPE": ServerFailure.WRONG_TYPE,
+    b"BUSY": Reason.BUSY,
 }
 _NOT_SERVED: Final = "Hash slot not served"
 """A member's text, after CLUSTERDOWN, if one slot has no server and other slots have."""
 _UNAUTHENTICATED: Final = "Protocol error: unauthenticated"
 """The text for a client without a password that sends a block: its length is refused before the command is read."""
-_BY_TEXT: Final = {
-    _NOT_SERVED.encode(): MOVED,
-    b"max number of clients": UNAVAILABLE,
-    _UNAUTHENTICATED.encode(): AUTH,
+_BY_TEXT: Final[Mapping[bytes, RedisReason]] = {
+    _NOT_SERVED.encode(): ServerFailure.MOVED,
+    b"max number of clients": Reason.UNAVAILABLE,
+    _UNAUTHENTICATED.encode(): ServerFailure.AUTH,
 }
 """By the beginning of the text after the code, before the code counts."""
 
-_BY_TYPE: Final[Mapping[type[BaseException], str]] = {
-    AuthenticationError: AUTH,
-    NoPermissionError: PERMISSION,
-    ssl.SSLCertVerificationError: TLS,
-    BusyLoadingError: LOADING,
-    MovedError: MOVED,
-    AskError: ASK,
-    RedisTimeoutError: TIMEOUT,
-    TimeoutError: TIMEOUT,
-    ssl.SSLError: TLS,
-    ClusterError: CLUSTER_DOWN,
-    ReadOnlyError: READ_ONLY,
-    OutOfMemoryError: NO_SPACE,
-    ResponseError: SERVER_ERROR,
+_BY_TYPE: Final[Mapping[type[BaseException], RedisReason]] = {
+    AuthenticationError: ServerFailure.AUTH,
+    NoPermissionError: ServerFailure.PERMISSION,
+    ssl.SSLCertVerificationError: ServerFailure.TLS,
+    BusyLoadingError: ServerFailure.LOADING,
+    MovedError: ServerFailure.MOVED,
+    AskError: ServerFailure.ASK,
+    RedisTimeoutError: Reason.TIMEOUT,
+    TimeoutError: Reason.TIMEOUT,
+    ssl.SSLError: ServerFailure.TLS,
+    ClusterError: ServerFailure.CLUSTER_DOWN,
+    ReadOnlyError: ServerFailure.READ_ONLY,
+    OutOfMemoryError: Reason.NO_SPACE,
+    ResponseError: ServerFailure.SERVER_ERROR,
 }
 """The first type that fits counts."""
 
@@ -193,21 +226,21 @@ _BY_TYPE: Final[Mapping[type[BaseException], str]] = {
 class NodeError(Exception):
     """A server cannot be used now, or sent an invalid reply."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: RedisReason) -> None:
         self.reason = reason
         super().__init__(reason)
 
 
-def reason_of_code(line: bytes) -> str:
+def reason_of_code(line: bytes) -> RedisReason:
     """Return the reason for an error reply, such as b"OOM command not allowed ..."."""
     code, _, text = line.partition(b" ")
     for beginning, reason in _BY_TEXT.items():
         if text.startswith(beginning):
             return reason
-    return _BY_CODE.get(code, SERVER_ERROR)
+    return _BY_CODE.get(code, ServerFailure.SERVER_ERROR)
 
 
-def sentence(endpoints: str, reason: str, text: str, secrets: Set[str], *, wants: str = "") -> str:
+def sentence(endpoints: str, reason: RedisReason, text: str, secrets: Set[str], *, wants: str = "") -> str:
     """Return what is wrong with the servers at `endpoints`, the `text` of a server or library, and what to do.
 
     `wants` says what to do if that is not the usual.
@@ -222,16 +255,16 @@ def sentence(endpoints: str, reason: str, text: str, secrets: Set[str], *, wants
     return f"{message}; {wants or remedy}" if wants or remedy else message
 
 
-def reason_of_error(error: BaseException) -> str:
+def reason_of_error(error: BaseException) -> RedisReason:
     """Return the reason for an exception of a socket or redis-py, by it and its causes."""
     if isinstance(error, NodeError):
         return error.reason
     chain = causes_of(error)
     if isinstance(error, ClusterError) and str(error).startswith(_NOT_SERVED):
-        return MOVED
+        return ServerFailure.MOVED
     if type(error) is ResponseError:  # one whose code redis-py does not know, and leaves in the text
         return reason_of_code(str(error).encode())
     for kind, reason in _BY_TYPE.items():
         if any(isinstance(each, kind) for each in chain):
             return reason
-    return UNAVAILABLE if isinstance(error, (OSError, RedisError)) else "error"
+    return Reason.UNAVAILABLE if isinstance(error, (OSError, RedisError)) else Reason.ERROR

@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tiered_kv_redis import reasons as why
-from tiered_kv_redis.reasons import NodeError, reason_of_code
+from tiered_kv_redis.reasons import NodeError, RedisReason, ServerFailure, reason_of_code
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _TIMEVAL = struct.Struct("ll")
@@ -107,7 +106,7 @@ def _left_s(deadline: float) -> float:
 class Refusal:
     """An error reply; `reason` is one word for the counters, `text` is what the server sent."""
 
-    reason: str
+    reason: RedisReason
     text: str
 
 
@@ -188,7 +187,7 @@ class ReplyReader:
             self._end += self._stream.receive([memoryview(self._buffer)[self._end : self._end + missing]], deadline)
         start = self._start
         if self._buffer[start + length : start + length + 2] != b"\r\n":
-            raise NodeError(why.PROTOCOL)
+            raise NodeError(ServerFailure.PROTOCOL)
         self._start += length + 2
         return memoryview(self._buffer)[start : start + length].toreadonly()
 
@@ -196,13 +195,13 @@ class ReplyReader:
         searched = self._start
         while (end := self._buffer.find(b"\r\n", searched, self._end)) < 0:
             if self.buffered_bytes > _LINE_BYTES_MAX:
-                raise NodeError(why.PROTOCOL)
+                raise NodeError(ServerFailure.PROTOCOL)
             before = self._start
             self._make_room(_LINE_BYTES_MAX)
             searched = max(self._start, self._end - 1) if before == self._start else self._start
             self._end += self._stream.receive([memoryview(self._buffer)[self._end :]], deadline)
         if end - self._start > _LINE_BYTES_MAX:
-            raise NodeError(why.PROTOCOL)
+            raise NodeError(ServerFailure.PROTOCOL)
         line = bytes(self._buffer[self._start : end])
         self._start = end + 2
         return line
@@ -228,13 +227,13 @@ def _length(line: bytes, bytes_max: int) -> int | Refusal | None:
     if length == -1:
         return None
     if length < 0:
-        raise NodeError(why.PROTOCOL)
+        raise NodeError(ServerFailure.PROTOCOL)
     if length > bytes_max:
-        raise NodeError(why.TOO_LONG)
+        raise NodeError(ServerFailure.TOO_LONG)
     return length
 
 
 def _number(digits: bytes) -> int:
     if len(digits) > _LENGTH_DIGITS_MAX or not digits.removeprefix(b"-").isdigit():
-        raise NodeError(why.PROTOCOL)
+        raise NodeError(ServerFailure.PROTOCOL)
     return int(digits)

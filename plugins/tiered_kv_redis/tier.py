@@ -11,6 +11,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.counters import Counters
+from tiered_kv.reasons import Reason
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.blocking import BlockingTier
@@ -24,7 +25,7 @@ from tiered_kv_redis.connection import check_tls_files
 from tiered_kv_redis.epoch import KeySpace
 from tiered_kv_redis.exchange import Batch
 from tiered_kv_redis.metrics import METRICS
-from tiered_kv_redis.reasons import NodeError
+from tiered_kv_redis.reasons import NodeError, RedisReason, ServerFailure
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
@@ -69,7 +70,7 @@ class RedisTier(BlockingTier):
             refusal = self._contact()
             if refusal in why.REFUSALS:
                 raise TierUnavailableError(self._topology.sentence(refusal), tier=name, operation="open")
-            if refusal:
+            if refusal is not None:
                 _log.warning("tier '%s' is used as soon as it can be: %s", name, self._topology.sentence(refusal))
             super().__init__(
                 spec,
@@ -159,15 +160,15 @@ class RedisTier(BlockingTier):
             return {"warning": f"a write fails, so stores may fail too: {self._topology.sentence(error.reason)}"}
         return {}
 
-    def _contact(self) -> str:
-        """Ask the server once; return the reason why it cannot be used, or an empty string."""
+    def _contact(self) -> RedisReason | None:
+        """Ask the server once; return the reason why it cannot be used."""
         try:
             self._keyspace.contact(time.monotonic() + self._settings.timeout)
         except NodeError as error:
             # Only a cluster's member says MOVED: then `mode` is wrong.
-            is_wrong_mode = error.reason == why.MOVED and self._settings.mode != "cluster"
-            return why.SERVER_ERROR if is_wrong_mode else self._topology.explained(error.reason)
-        return ""
+            is_wrong_mode = error.reason is ServerFailure.MOVED and self._settings.mode != "cluster"
+            return ServerFailure.SERVER_ERROR if is_wrong_mode else self._topology.explained(error.reason)
+        return None
 
     # Worker threads.
 
@@ -229,7 +230,7 @@ class RedisTier(BlockingTier):
         except NodeError as error:
             return Outcome((), self._note_failures(operation, len(keys), error.reason))
         if self.part_epoch != self.epoch:  # asked after the prefix, which may be a later epoch's
-            return Outcome((), "reset")
+            return Outcome((), Reason.RESET)
         transfer = self._stored.store if operation == "store" else self._stored.load
         failures = transfer(Batch(keys, [prefix + key for key in keys], blocks, deadline))
         self._keyspace.recheck(deadline)
@@ -237,25 +238,25 @@ class RedisTier(BlockingTier):
             return ALL_DONE
         reasons = list(failures.values())
         # The job's reason is the most frequent one; an absent block says nothing about the server.
-        ordered = sorted(set(reasons), key=lambda each: (each == why.ABSENT, -reasons.count(each)))
+        ordered = sorted(set(reasons), key=lambda each: (each is Reason.ABSENT, -reasons.count(each)))
         reported = [self._note_failures(operation, reasons.count(reason), reason) for reason in ordered]
         return Outcome([key for at, key in enumerate(keys) if at not in failures], reported[0])
 
-    def _note_failures(self, operation: str, count: int, reason: str) -> str:
+    def _note_failures(self, operation: str, count: int, reason: RedisReason) -> RedisReason:
         """Count blocks that failed for one reason, and log the first; return the reason for the tier's breaker.
 
         A failure of one of several servers is no failure of the tier.
         """
         if operation == "lookup":
-            self._counters.add("failed_lookups_total", reason, count=count)
+            self._counters.add("failed_lookups_total", reason.value, count=count)
         else:
-            self._counters.add("failed_blocks_total", operation, reason, count=count)
+            self._counters.add("failed_blocks_total", operation, reason.value, count=count)
         nodes = self._topology.nodes()
         has_others = len(nodes) > 1 and not all(node.is_down for node in nodes)
-        reported = why.UNANSWERED if reason in why.OF_ONE_SERVER and has_others else reason
-        if operation == "lookup" and reported != why.UNANSWERED:
+        reported = Reason.UNANSWERED if reason in why.OF_ONE_SERVER and has_others else reason
+        if operation == "lookup" and reported is not Reason.UNANSWERED:
             self._counters.add("unanswered_lookups_total", count=count)
-        if reason in why.ELSEWHERE | {why.ABSENT}:
+        if reason in why.ELSEWHERE | {Reason.ABSENT}:
             return reported
         said = self._topology.sentence(reason)
         self._failure_texts.note(OF_LOOKUPS if operation == "lookup" else reported, said)

@@ -13,12 +13,13 @@ from redis import Redis
 from redis.connection import ConnectionPool
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
+from tiered_kv.reasons import Reason
 from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import pool_options, sentinel_options, speaks_other
 from tiered_kv_redis.node import Node
-from tiered_kv_redis.reasons import NodeError, reason_of_error, sentence
+from tiered_kv_redis.reasons import NodeError, RedisReason, ServerFailure, reason_of_error, sentence
 from tiered_kv_redis.settings import Address, RedisSettings
 
 _REFRESH_PAUSE_S = 0.5  # the time between two requests for the servers' addresses
@@ -44,11 +45,11 @@ class Topology:
     def __init__(self, settings: RedisSettings, on_change: Callable[[], None] = lambda: None) -> None:
         self._settings = settings
         self._on_change = on_change
-        self.said: dict[str, str] = {}
+        self.said: dict[RedisReason, str] = {}
         self._nodes: dict[Address | None, Node] = {}  # this and the next are replaced as a whole
         self._owners: Mapping[int, Node] = {}  # by a cluster's slot; otherwise the only server has number 0
         self._is_stale = settings.mode != "standalone"
-        self._reason = ""  # why the last request for addresses failed
+        self._reason: RedisReason | None = None  # why the last request for addresses failed
         self._asked_s = -math.inf
         self._asker = BackgroundTask(self._ask, "tiered-kv-redis-topology")
         if settings.mode == "standalone":
@@ -62,7 +63,7 @@ class Topology:
         self._ensure_known(deadline)
         owners = self._owners
         if not owners:
-            raise NodeError(self._reason or why.TIMEOUT)
+            raise NodeError(self._reason or Reason.TIMEOUT)
         if self._settings.mode != "cluster":
             return [(owners[0], list(range(len(names))))]
         parts: dict[Node, list[int]] = {}
@@ -88,12 +89,12 @@ class Topology:
         more = [f"{len(labels) - _NAMED_MAX} more"] if len(labels) > _NAMED_MAX else []
         return ", ".join(labels[:_NAMED_MAX] + more)
 
-    def sentence(self, reason: str, text: str | None = None, *, wants: str = "") -> str:
+    def sentence(self, reason: RedisReason, text: str | None = None, *, wants: str = "") -> str:
         """Return which server cannot be used, why, and what to do; `text` is by default the last one for the reason."""
         said = self.said.get(reason, "") if text is None else text
         return sentence(self.endpoints, reason, said, self._settings.secret_texts(), wants=wants)
 
-    def explained(self, reason: str) -> str:
+    def explained(self, reason: RedisReason) -> RedisReason:
         """Return `reason`, or that TLS is set and the server has none, or the reverse: asks the first server if needed.
 
         The call waits for a second at most: a server that does not answer at all does not answer this.
@@ -103,7 +104,7 @@ class Topology:
             return reason
         host, port = settings.addresses[0]
         is_other = speaks_other(host, port, tls=settings.tls, timeout_s=min(_ASK_S, settings.connect_timeout))
-        return reason if not is_other else why.WITHOUT_TLS if settings.tls else why.WITH_TLS
+        return reason if not is_other else ServerFailure.WITHOUT_TLS if settings.tls else ServerFailure.WITH_TLS
 
     def close(self) -> None:
         """Close every connection, and wait for the background threads, half a second in all."""
@@ -129,7 +130,7 @@ class Topology:
         if not self._is_due():
             return
         self._is_stale = False  # first: a `refresh` during the request is not lost
-        self._reason = ""
+        self._reason = None
         try:
             self._use(self._find_owners())
         except Exception as error:  # an invalid reply may raise any exception
@@ -143,7 +144,9 @@ class Topology:
     def _find_owners(self) -> Mapping[int, Address]:
         """Ask one sentinel or member after the other, until one returns addresses."""
         ask = self._master_of if self._settings.mode == "sentinel" else self._masters_of
-        failure: Exception = NodeError(why.UNAVAILABLE if self._settings.mode == "sentinel" else why.CLUSTER_DOWN)
+        failure: Exception = NodeError(
+            Reason.UNAVAILABLE if self._settings.mode == "sentinel" else ServerFailure.CLUSTER_DOWN
+        )
         for member in self._members():
             try:
                 owners = ask(member)

@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.reasons import UNREADABLE
+from tiered_kv.reasons import UNREADABLE, Reason
 from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.blocking import BlockingTier
@@ -48,6 +48,9 @@ _KEEPS_VERSIONS = (
     "the bucket keeps deleted blocks as old versions, which ttl and capacity do not count: "
     "add a lifecycle rule that expires them"
 )
+
+
+BlockFailure: TypeAlias = Reason | Verdict
 
 
 class S3Tier(BlockingTier):
@@ -217,29 +220,30 @@ class S3Tier(BlockingTier):
 
     def _transfer_one(
         self,
-        transfer: Callable[[OffloadKey, memoryview, float], str],
+        transfer: Callable[[OffloadKey, memoryview, float], BlockFailure | None],
         keys: Sequence[OffloadKey],
         blocks: Sequence[memoryview],
     ) -> Outcome:
         (key,), (block,) = keys, blocks
         now_s = time.monotonic()
         left_s = min(self.part_deadline, now_s + self._settings.job_timeout) - now_s
+        reason: str | None  # of a request for another object, as for the epoch's mark, the server's word
         try:
             reason = transfer(key, block, now_s + _JOB_SHARE * left_s)
         except BucketError as error:
             reason = error.reason
-        return Outcome((), str(reason)) if reason else ALL_DONE
+        return ALL_DONE if reason is None else Outcome((), reason)
 
-    def _store(self, key: OffloadKey, block: memoryview, deadline: float) -> str:
-        """Store one block; return the reason of a failure, or an empty string."""
+    def _store(self, key: OffloadKey, block: memoryview, deadline: float) -> BlockFailure | None:
+        """Store one block; return why that failed."""
         epoch = self._epoch.saved_value(deadline)
         if self.part_epoch != self.epoch:  # a reset came after the block was submitted
-            return "reset"
+            return Reason.RESET
         self._describe_namespace(deadline)
         name = self._naming.block(epoch, key)
         if self._presence.known(name) is Verdict.DONE:
             self._counters.add("present_blocks_total")
-            return ""
+            return None
         header, payload = encode_record(key, block, self.tier_spec.namespace_digest, self._codecs, self._room.take)
         verdict = self._bucket.put(name, [header, payload], deadline)
         if verdict is not Verdict.DONE:
@@ -247,10 +251,10 @@ class S3Tier(BlockingTier):
         self._presence.note(name, Verdict.DONE, time.monotonic())
         self._sweeper.uses.note_stored(name)
         self._sweeper.note_stored(len(header) + len(payload))
-        return ""
+        return None
 
-    def _load(self, key: OffloadKey, block: memoryview, deadline: float) -> str:
-        """Load one block; return the reason of a failure, or an empty string."""
+    def _load(self, key: OffloadKey, block: memoryview, deadline: float) -> BlockFailure | None:
+        """Load one block; return why that failed."""
         name = self._naming.block(self._epoch.value(deadline), key)
         asked_s = time.monotonic()
         header, payload, status = bytearray(HEADER_BYTES), block, RecordStatus.OK
@@ -273,7 +277,7 @@ class S3Tier(BlockingTier):
             if status is RecordStatus.OK:
                 self._presence.note(name, Verdict.DONE, asked_s)
                 self._sweeper.note_load(name, ages[-1])
-                return ""
+                return None
         if status in _STAYS:
             kind = "unreadable_blocks_total" if status in UNREADABLE else "corrupt_blocks_total"
             self._counters.add(kind, status.value)
@@ -282,10 +286,10 @@ class S3Tier(BlockingTier):
             self._remove_damaged(name, status, deadline)
         return status.reason
 
-    def _note_failed_get(self, name: str, verdict: Verdict, asked_s: float, deadline: float) -> str:
+    def _note_failed_get(self, name: str, verdict: Verdict, asked_s: float, deadline: float) -> BlockFailure:
         if verdict is Verdict.OVERSIZED:
             self._remove_damaged(name, RecordStatus.BAD_LENGTH, deadline)
-            return "checksum"
+            return Reason.CHECKSUM
         if verdict not in ABSENCE:
             if self._loaded_s < asked_s:  # the bucket has answered no load since
                 return verdict
@@ -295,7 +299,7 @@ class S3Tier(BlockingTier):
         self._loaded_s = time.monotonic()
         self._counters.add("expired_blocks_total", count=verdict is Verdict.EXPIRED)
         self._presence.note(name, verdict, asked_s)
-        return "absent"
+        return Reason.ABSENT
 
     def _remove_damaged(self, name: str, status: RecordStatus, deadline: float) -> None:
         """Delete an object that is not the block's record; it is a miss here even if it cannot be deleted."""

@@ -24,9 +24,10 @@ from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
-from tiered_kv.hints import BY_REQUEST, HintReader, Hints
+from tiered_kv.hints import HintReader, Hints
 from tiered_kv.metrics.registry import Registry
 from tiered_kv.metrics.series import CounterView
+from tiered_kv.reasons import Reason
 from tiered_kv.system.limits import compare, require
 from tiered_kv.tiering.answers import checked_answer, tier_exceptions
 from tiered_kv.tiering.base import JobMetadata, TierSpec
@@ -202,7 +203,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     def submit_store(self, job_metadata: TransferJob) -> None:
         hints = job_metadata.req_context.get_state(Hints)
         if hints is not None and hints.skips_store:
-            self._guarded.account.skipped(BY_REQUEST, job_metadata.keys)
+            self._guarded.account.skipped(Reason.BY_REQUEST, job_metadata.keys)
             self._end(job_metadata.job_id, is_success=True)
             return
         offered = {block.key: block for block in _in_prefix_order(job_metadata)}  # each block once

@@ -18,7 +18,7 @@ from tiered_kv.metrics.histogram import INFINITY, Histogram, quantile
 from tiered_kv.metrics.metric import TOTAL, Metric
 from tiered_kv.metrics.step_timer import EVERY_STEPS, StepTimer, timed
 from tiered_kv.metrics.vocabulary import MANAGER
-from tiered_kv.reasons import FAILED, SKIPPED, TOO_SLOW_REASONS, Fate, RecordStatus
+from tiered_kv.reasons import FAILED, SKIPPED, Fate, RecordStatus, TooSlow
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobResult
@@ -191,6 +191,6 @@ def test_every_metric_says_what_it_is() -> None:
 def test_the_pages_explain_every_reason() -> None:
     of_records = {status.value for status in RecordStatus}
     of_misses = {fate.label for fate in Fate if fate > Fate.STORED}
-    words = {*SKIPPED, *TOO_SLOW_REASONS, *FAILED, *of_misses} - of_records
+    words = {*SKIPPED, *TooSlow, *FAILED, *of_misses} - of_records
     assert undescribed(words, "reference/counters.md") == set()
     assert undescribed(of_records - {RecordStatus.OK.value}, "reference/formats.md") == set()

@@ -13,7 +13,7 @@ from tests.support.stacks import BUILT_IN_TIERS
 from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.metrics.metric import Metric
 from tiered_kv.metrics.vocabulary import ACCOUNT, ATTACHED, AUDIT, COMMON, EVENTS, HISTORY, PRIMARY, SECONDARY, SERVER
-from tiered_kv.reasons import FAILED, SENTENCES, SKIPPED, TOO_SLOW_REASONS, Fate, RecordStatus
+from tiered_kv.reasons import FAILED, SENTENCES, SKIPPED, Fate, RecordStatus, TooSlow
 
 _DOCS = Path(__file__).parents[2] / "docs"
 COUNTERS = _DOCS / "reference/counters.md"
@@ -52,9 +52,9 @@ def tables() -> dict[str, str]:
             for title, table in MANAGER_TABLES.items()
         },
         "TIER": "\n".join(["| counter | of | what it counts |", "| --- | --- | --- |", *rows]),
-        "SKIPPED": _list({f"`{word}`": reason.sentence for word, reason in SKIPPED.items()}),
-        "TOO_SLOW_REASONS": _list({f"`{word}`": sentence for word, sentence in TOO_SLOW_REASONS.items()}),
-        "FAILED": _list({f"`{word}`": reason.sentence for word, reason in FAILED.items() if word not in of_records}),
+        "SKIPPED": _list({f"`{reason}`": reason.sentence for reason in SKIPPED}),
+        "TOO_SLOW_REASONS": _list({f"`{reason}`": reason.sentence for reason in TooSlow}),
+        "FAILED": _list({f"`{reason}`": reason.sentence for reason in FAILED if reason not in of_records}),
         "FATES": _list({f"`{word}`": SENTENCES[word] for word in fates}),
     }
 

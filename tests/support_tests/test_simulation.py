@@ -18,6 +18,7 @@ from tests.support.simulation.tiers import SimulatedToolkitTier
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.metrics.counters import flat_counts
+from tiered_kv.reasons import Reason
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.promotions import Promotions
@@ -125,7 +126,7 @@ def finish_early(
 
 def release_at_once(promotions: Promotions, job: SubmittedJob) -> None:
     for block in job.blocks:
-        promotions._drop(block, "")
+        promotions._drop(block, Reason.FAILED)
         promotions.primary.forget(block)
         promotions.primary.backend.free(block)
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.threads import no_threads
 from tiered_kv.base import ReqContext, make_offload_key
+from tiered_kv.reasons import Reason
 from tiered_kv.system.threads import BackgroundTask, _log
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.tiering.base import JobMetadata
@@ -104,9 +105,9 @@ def test_every_block_is_served_or_dropped_once_by_concurrent_workers(seed: int) 
             queue.put(job)
             if choice.random() < 0.3:
                 victim = jobs[choice.randint(max(0, number - 5), number)]
-                if queue.drop_rest(victim, "expired"):
+                if queue.drop_rest(victim, Reason.EXPIRED):
                     ended.append(victim.metadata.job_id)
-        for job in queue.drop_all("shutdown"):
+        for job in queue.drop_all(Reason.SHUTDOWN):
             ended.append(job.metadata.job_id)
     finally:
         stop.set()

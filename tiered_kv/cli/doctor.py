@@ -25,7 +25,7 @@ from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.vocabulary import PREFIX, TIER_PREFIX
-from tiered_kv.reasons import reason_of
+from tiered_kv.reasons import Reason
 from tiered_kv.toolkit.administration import StoredNamespace
 
 _TIMEOUT_S: Final = 10.0
@@ -209,7 +209,7 @@ class TierReading:
             "load": rounded_seconds(highest(f"{PREFIX}expected_block_seconds")),
             "compute": rounded_seconds(self._readings.highest(f"{PREFIX}compute_block_seconds")),
             "recovered": f"{self.own('recovered_blocks_total'):,.0f}",
-            "reason": f"{reason}: {reason_of(reason).sentence}",
+            "reason": f"{reason}: {Reason.of(reason).sentence}",
         }
 
 

@@ -39,7 +39,7 @@ from tiered_kv.cli.stacks import stack_with_blocks
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import format_bytes
 from tiered_kv.metrics.counters import flat_counts
-from tiered_kv.reasons import FAILED, SENTENCES, TOO_SLOW_REASONS
+from tiered_kv.reasons import FAILED, SENTENCES, TooSlow
 from tiered_kv.stack.open import EngineStack, open_engine_stack
 from tiered_kv.workload.replay import ReplaySettings, replay
 from tiered_kv.workload.tally import GB, ReplayReport, Tally
@@ -59,8 +59,8 @@ _LIMITS: Final = {
 _REASONS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "misses_total": ("missed", SENTENCES),
     "skipped_blocks_total": ("not stored", SENTENCES),
-    "too_slow_blocks_total": ("not loaded", TOO_SLOW_REASONS),
-    "failed_blocks_total": ("failed to {}", {word: reason.sentence for word, reason in FAILED.items()}),
+    "too_slow_blocks_total": ("not loaded", {reason.value: reason.sentence for reason in TooSlow}),
+    "failed_blocks_total": ("failed to {}", {reason.value: reason.sentence for reason in FAILED}),
     "refused_promotion_blocks_total": ("not loaded", {"": "the primary tier had no room"}),
     "lookup_timeouts_total": ("lookups", {"": "without an answer in time"}),
     "expired_jobs_total": ("jobs", {"": "not ended by the deadline"}),

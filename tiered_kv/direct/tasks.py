@@ -11,6 +11,7 @@ from typing import Literal
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.reasons import Reason
 from tiered_kv.tiering.base import JobId, JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
@@ -146,7 +147,7 @@ class TierQueue:
             task, blocks = waiting.popleft()
             self.waiting_blocks -= len(blocks)
             if waiting is self._stores:
-                self.guarded.account.skipped("budget", [block.key for block in blocks])
+                self.guarded.account.skipped(Reason.BUDGET, [block.key for block in blocks])
             self._end(task)
         return bool(waiting)
 

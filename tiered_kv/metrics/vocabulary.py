@@ -13,7 +13,7 @@ from typing import Final
 
 from tiered_kv.metrics.histogram import BYTES, SECONDS, SHORT_SECONDS
 from tiered_kv.metrics.metric import Metric
-from tiered_kv.reasons import SKIPPED, TOO_SLOW_REASONS, Fate
+from tiered_kv.reasons import SKIPPED, Fate, Learning, Reason, TooSlow
 
 PREFIX: Final = "tiered_kv_"
 TIER_PREFIX: Final = "tiered_kv_tier_"
@@ -25,7 +25,7 @@ def table(*metrics: Metric) -> dict[str, Metric]:
 
 
 def _each(*words: str) -> tuple[tuple[str, ...], ...]:
-    return tuple((word,) for word in words)
+    return tuple((str(word),) for word in words)
 
 
 DIRECTIONS: Final = ("store", "load")
@@ -42,16 +42,16 @@ ACCOUNT: Final = table(
         "failed_blocks_total",
         "Blocks that jobs did not store or load; a job has one reason for all its blocks.",
         ("direction", "reason"),
-        values=tuple(itertools.product(DIRECTIONS, ("exception", "expired"))),
+        values=tuple(itertools.product(DIRECTIONS, (Reason.EXCEPTION.value, Reason.EXPIRED.value))),
     ),
     Metric("refused_promotion_blocks_total", "Blocks that the tier had, but that were a miss for lack of room."),
     Metric(
         "too_slow_blocks_total",
         "Blocks not promoted because the engine computes them sooner.",
         ("reason",),
-        values=_each(*TOO_SLOW_REASONS),
+        values=_each(*TooSlow),
     ),
-    Metric("learning_jobs_total", "Loads that measure the tier.", ("reason",), values=_each("first", "try")),
+    Metric("learning_jobs_total", "Loads that measure the tier.", ("reason",), values=_each(*Learning)),
     Metric("expired_jobs_total", "Jobs not reported by their deadline."),
     Metric("late_jobs_total", "Jobs reported after their deadline."),
     Metric("lookup_timeouts_total", "Lookups not answered in time, or that the tier could not answer."),

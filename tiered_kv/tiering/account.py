@@ -24,7 +24,7 @@ from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.notices import Notices
 from tiered_kv.metrics.series import Family, by_label, numbers
 from tiered_kv.metrics.vocabulary import ACCOUNT, DIRECTIONS, EVENTS, HISTORY, MANAGER, SECONDARY
-from tiered_kv.reasons import Fate, reason_of
+from tiered_kv.reasons import Fate, Learning, Reason, TooSlow
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.answers import WrongValueError, checked_event, checked_flag, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
@@ -99,18 +99,18 @@ class TierAccount:
         """Count a block that the tier has, and for which there is no room."""
         self._counters.add("refused_promotion_blocks_total")
 
-    def too_slow(self, blocks: int, reason: str) -> None:
-        """Count blocks that the engine computes instead; see `TOO_SLOW_REASONS`."""
-        self._counters.add("too_slow_blocks_total", reason, count=blocks)
+    def too_slow(self, blocks: int, reason: TooSlow) -> None:
+        """Count blocks that the engine computes instead."""
+        self._counters.add("too_slow_blocks_total", reason.value, count=blocks)
 
     # Jobs.
 
-    def skipped(self, reason: str, keys: Collection[OffloadKey]) -> None:
+    def skipped(self, reason: Reason, keys: Collection[OffloadKey]) -> None:
         """Record blocks that are not stored to this tier."""
         if keys:
-            self._counters.add("skipped_blocks_total", reason, count=len(keys))
+            self._counters.add("skipped_blocks_total", reason.value, count=len(keys))
             if self._history is not None:
-                self._history.note(self._number, reason_of(reason).fate, keys)
+                self._history.note(self._number, reason.fate, keys)
 
     def offered_again(self, blocks: int) -> None:
         """Count blocks that are stored again because the tier lacked them when they were used."""
@@ -122,9 +122,9 @@ class TierAccount:
         if not job.is_promotion and self._keys_before_reset:
             self._keys_before_reset.difference_update(job.keys)
 
-    def learning(self, reason: str) -> None:
+    def learning(self, reason: Learning) -> None:
         """Count a load from which the tier's times are learned."""
-        self._counters.add("learning_jobs_total", reason)
+        self._counters.add("learning_jobs_total", reason.value)
 
     def reported(self, job: JobMetadata, seconds: float, *, is_late: bool) -> None:
         """Record that the tier has reported a job, `is_late` after its deadline; otherwise `ended` follows."""
@@ -140,32 +140,32 @@ class TierAccount:
         self._counters.add(f"{what}_blocks_total", count=done)
         self._counters.add(f"{what}_bytes_total", count=done * self._block_bytes)
         if done < total:
-            self.failed(job, total - done, result.reason or "failed")
+            self.failed(job, total - done, result.cause, result.word)
         if job.job_id in self._jobs_before_reset:  # the tier has forgotten these blocks
-            result, done = JobResult(job.job_id, False, reason="reset"), 0
+            result, done = JobResult(job.job_id, False, reason=Reason.RESET), 0
         if self._history is not None:
             self._note_fates(self._history, job, result, done)
         if self._event_source is not None:
             self._note_event(job, result)
 
-    def failed(self, job: JobMetadata, num_blocks: int, reason: str) -> None:
-        """Count blocks that a job did not load or store."""
-        self._counters.add("failed_blocks_total", _direction_of(job), reason, count=num_blocks)
-        if reason_of(reason).is_damage:
+    def failed(self, job: JobMetadata, num_blocks: int, reason: Reason, word: str = "") -> None:
+        """Count blocks that a job did not load or store; `word` is the tier's own for the reason, if it has one."""
+        self._counters.add("failed_blocks_total", _direction_of(job), word or reason.value, count=num_blocks)
+        if reason.is_damage:
             self._notices.add(self._name, "damaged blocks", num_blocks)
 
     def lost(self) -> Lost:
         """Return how many blocks the tier failed to store or load, or was not given because its breaker was open."""
         failed, skipped = "failed_blocks_total", "skipped_blocks_total"
-        stores = self._counters.total(failed, "store") + self._counters.total(skipped, "breaker")
+        stores = self._counters.total(failed, "store") + self._counters.total(skipped, Reason.BREAKER.value)
         return Lost(stores, self._counters.total(failed, "load"))
 
     def expired(self, job: JobMetadata) -> None:
         """Record a job at its deadline. In the history, a load's requests report its blocks."""
         self._counters.add("expired_jobs_total")
-        self.failed(job, len(job.keys), "expired")
+        self.failed(job, len(job.keys), Reason.EXPIRED)
         if self._history is not None and not job.is_promotion:
-            self._history.note(self._number, reason_of("expired").fate, job.keys)
+            self._history.note(self._number, Reason.EXPIRED.fate, job.keys)
 
     def unknown_result(self) -> None:
         """Count a result for no job of the tier."""
@@ -218,7 +218,7 @@ class TierAccount:
 
     def _note_event(self, job: JobMetadata, result: JobResult) -> None:
         """Derive an event from a job: a store has stored blocks, a load may have found blocks removed."""
-        if self._tier_reports_stored or (job.is_promotion and (result.success or not reason_of(result.reason).is_gone)):
+        if self._tier_reports_stored or (job.is_promotion and (result.success or not result.cause.is_gone)):
             return
         keys = job.keys if isinstance(job.keys, list) else list(job.keys)
         if not result.success:
@@ -264,7 +264,7 @@ class TierAccount:
         ok = frozenset(result.successful_keys or ())
         if done and not is_load:
             history.note(self._number, Fate.STORED, [key for key in keys if key in ok])
-        fate = reason_of(result.reason).fate
+        fate = result.cause.fate
         if not is_load or fate in (Fate.EVICTED, Fate.CORRUPT):  # after other failures the tier still has the block
             history.note(self._number, fate, [key for key in keys if key not in ok])
 

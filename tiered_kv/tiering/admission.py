@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.reasons import Reason
 
 TRACKED_KEYS_MAX = 1 << 20
 """Keys that are counted in each of two generations, in 200 MiB at most."""
@@ -31,7 +32,7 @@ class Admission:
     work for each key. Owned by the manager's thread.
     """
 
-    reason: ClassVar[str] = "admission"
+    reason: ClassVar[Reason] = Reason.ADMISSION
     """The reason in counters for blocks that are not admitted."""
     has_clock: ClassVar[bool] = False
     """Whether `tick` has something to do."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
+from tiered_kv.reasons import Reason
 from tiered_kv.tiering.base import JobResult
 
 _REASON = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -72,12 +73,17 @@ def checked_result(result: object) -> JobResult:
         if isinstance(keys, Mapping):  # perhaps from keys to their success
             raise WrongValueError("a collection of keys", keys)
         keys = None if keys is None else frozenset(checked_keys(keys))
-        reason = str(result.reason or "")
-        is_word = not reason or _REASON.fullmatch(reason)
+        reason = _reason(str(result.reason)) if result.reason else ""
         ended_s = None if result.ended_s is None else float(result.ended_s)
-        return JobResult(int(job_id), checked_flag(result.success), keys, reason if is_word else "error", ended_s)
+        return JobResult(int(job_id), checked_flag(result.success), keys, reason, ended_s)
     except tier_exceptions():
-        return JobResult(int(job_id), False, reason="nonsense")
+        return JobResult(int(job_id), False, reason=Reason.NONSENSE)
+
+
+def _reason(word: str) -> str:
+    """Return a tier's word for a failure: a `Reason`, unless it is one of the tier's own."""
+    known = Reason.of(word) if _REASON.fullmatch(word) else Reason.ERROR
+    return word if known is Reason.OTHER else known
 
 
 def checked_keys(keys: Any) -> list[OffloadKey]:  # Any: from a third-party tier

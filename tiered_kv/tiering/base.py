@@ -24,6 +24,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from tiered_kv.errors import ConfigError
+from tiered_kv.reasons import Reason
 
 JobId = int
 """Unique within a manager, never reused."""
@@ -65,7 +66,7 @@ class JobResult:
         job_id: The job.
         success: True if every key succeeded.
         successful_keys: If not all keys succeeded, the keys that did; None if all have the outcome of `success`.
-        reason: Why keys failed, one word for the counters: "checksum", "io_error", "no_space" ...
+        reason: Why keys failed: a `Reason`, or one word of the tier's own for the counters; empty if it names none.
         ended_s: When the job ended, in seconds of `time.monotonic()`; default the time of the report.
     """
 
@@ -74,6 +75,16 @@ class JobResult:
     successful_keys: Collection[OffloadKey] | None = None
     reason: str = ""
     ended_s: float | None = field(default=None, compare=False)
+
+    @property
+    def cause(self) -> Reason:
+        """`reason` as the manager knows it; a word of the tier's own is `Reason.OTHER`."""
+        return Reason.of(self.reason)
+
+    @property
+    def word(self) -> str:
+        """`reason` as the counters name it."""
+        return str(self.reason or Reason.FAILED)
 
 
 @dataclass(frozen=True, slots=True)

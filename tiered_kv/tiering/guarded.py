@@ -21,7 +21,7 @@ from tiered_kv.config.units import HOURS_A_DAY
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.notices import Notices
-from tiered_kv.reasons import reason_of
+from tiered_kv.reasons import Reason, TooSlow
 from tiered_kv.tiering.account import TierAccount
 from tiered_kv.tiering.admission import Admission
 from tiered_kv.tiering.answers import (
@@ -159,14 +159,14 @@ class GuardedTier:
         loads = self.loads.blocks + blocks
         return self.loads.blocks + min(self.stores.blocks, loads)
 
-    def refusal(self) -> str:
-        """Return why no job may be submitted: "disabled" or "breaker"; "" if jobs may be submitted."""
+    def refusal(self) -> Reason | None:
+        """Return why no job may be submitted, `DISABLED` or `BREAKER`; None if jobs may be submitted."""
         if self.is_disabled:
-            return "disabled"
+            return Reason.DISABLED
         state = self.breaker.state
         if state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._unexpired):
-            return ""
-        return "breaker"
+            return None
+        return Reason.BREAKER
 
     def select(self, offered: list[CPUBlock], req_context: ReqContext) -> list[CPUBlock]:
         """Return the admitted blocks, head first and within the store budget; count the others as skipped."""
@@ -174,7 +174,7 @@ class GuardedTier:
         self.account.skipped(self.admission.reason, [block.key for block in refused])
         if late:
             keys = [block.key for block in late]
-            self.account.skipped(self.refusal() or "budget", keys)
+            self.account.skipped(self.refusal() or Reason.BUDGET, keys)
             self._lack(keys)
         return selected
 
@@ -204,9 +204,9 @@ class GuardedTier:
             (self.tier.submit_load if is_promotion else self.tier.submit_store)(job.metadata)
         except tier_exceptions():
             self.account.note_exception("submit_load" if is_promotion else "submit_store")
-            self.account.failed(job.metadata, len(keys), "exception")
+            self.account.failed(job.metadata, len(keys), Reason.EXCEPTION)
             self._lack(() if is_promotion else keys)
-            self.breaker.fail(self._clock(), self._outages.cause_of(is_promotion, "exception"))
+            self.breaker.fail(self._clock(), self._outages.cause_of(is_promotion, Reason.EXCEPTION))
             return None
         if is_promotion:
             self.admission.note_hits(keys)
@@ -293,7 +293,7 @@ class GuardedTier:
                 self.pace.add(job.blocks_in_flight, self.settings.job_timeout, now_s)
             self._lack(() if job.metadata.is_promotion else job.metadata.keys)
             self.account.expired(job.metadata)
-            self.breaker.fail(now_s, self._outages.cause_of(job.metadata.is_promotion, "expired"))
+            self.breaker.fail(now_s, self._outages.cause_of(job.metadata.is_promotion, Reason.EXPIRED))
         return expired
 
     def _count_failures(self, now_s: float) -> None:
@@ -304,9 +304,9 @@ class GuardedTier:
             self.account.lookups_timed_out(failures - before, is_for_history=True)
             self.breaker.fail(now_s)
 
-    def note_too_slow(self, blocks: int, reason: str) -> None:
+    def note_too_slow(self, blocks: int, reason: TooSlow) -> None:
         """Count blocks that the tier has, and that are not loaded for this reason or because its times are unknown."""
-        self.account.too_slow(blocks, reason if self.pace.is_known else "learning")
+        self.account.too_slow(blocks, reason if self.pace.is_known else TooSlow.LEARNING)
 
     def disable(self, why: str) -> None:
         """Stop using the tier until the process ends."""
@@ -374,8 +374,8 @@ class GuardedTier:
         if is_store and done < total:
             self._lack(set(job.metadata.keys) - job.loaded_keys(result))
         if is_store and total and (not done or self._outages.lacks_room):
-            self._outages.note_store(done > 0, result.reason, self._clock())
+            self._outages.note_store(done > 0, result, self._clock())
         if done or not total:
             self.breaker.succeed()
-        elif not reason_of(result.reason).is_ignored(is_store=is_store):
-            self.breaker.fail(self._clock(), self._outages.cause_of(not is_store, result.reason or "failed"))
+        elif not result.cause.is_ignored(is_store=is_store):
+            self.breaker.fail(self._clock(), self._outages.cause_of(not is_store, result.cause, result.word))

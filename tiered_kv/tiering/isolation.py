@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from tiered_kv.errors import ResourceError
+from tiered_kv.reasons import Reason
 from tiered_kv.system.threads import start_thread
 from tiered_kv.tiering.answers import (
     WrongValueError,
@@ -161,7 +162,7 @@ class IsolatedTier(WrapperTier):
         # Stores that have not begun are not valid any more.
         queued = list(_take_all(self._stores))
         self._results.extend(
-            JobResult(each.job_id, False, reason="reset") for _, each in queued if isinstance(each, JobMetadata)
+            JobResult(each.job_id, False, reason=Reason.RESET) for _, each in queued if isinstance(each, JobMetadata)
         )
         self._stores.extend(ended for ended in queued if not isinstance(ended[1], JobMetadata))
         self._urgent.append(self._reset)
@@ -278,11 +279,11 @@ class IsolatedTier(WrapperTier):
         self._lookups.answer(Probe([question.key], question.deadline, [question]), [answer])
 
     def _begin(self, submit: Callable[[JobMetadata], None], job: JobMetadata) -> None:
-        reason = ""
+        reason: Reason | None = None
         if self._cannot_reset:
-            reason = "disabled"
+            reason = Reason.DISABLED
         elif job.deadline is not None and self._clock() > job.deadline:
-            reason = "expired"
+            reason = Reason.EXPIRED
         else:
             self._running.add(job.job_id)
             try:
@@ -290,10 +291,10 @@ class IsolatedTier(WrapperTier):
             except BaseException:
                 self._running.discard(job.job_id)
                 self.note_exception("submit_load" if job.is_promotion else "submit_store")
-                reason = "exception"
+                reason = Reason.EXCEPTION
             else:
                 self._collect()  # it may be done already, and the next call may take long
-        if reason:
+        if reason is not None:
             self._results.append(JobResult(job.job_id, False, reason=reason))
             self._notify_host()
 

@@ -20,6 +20,7 @@ from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOfflo
 from tiered_kv.config.secrets import scrub
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
+from tiered_kv.reasons import Reason
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.system.threads import start_thread
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
@@ -159,7 +160,7 @@ class LateTier(SecondaryTierManager):
             self._refuse(job_metadata)
 
     def _refuse(self, job: JobMetadata) -> None:
-        self._refused.append(JobResult(job.job_id, False, reason="unavailable"))
+        self._refused.append(JobResult(job.job_id, False, reason=Reason.UNAVAILABLE))
         if self._on_finished is not None:
             self._on_finished()
 

@@ -18,7 +18,6 @@ from tiered_kv.base import (
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.hints import BY_REQUEST
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.notices import Notices
@@ -26,7 +25,7 @@ from tiered_kv.metrics.registry import Registry
 from tiered_kv.metrics.series import Family, by_label, numbers
 from tiered_kv.metrics.step_timer import StepTimer, timed
 from tiered_kv.metrics.vocabulary import ACCOUNT, PRIMARY
-from tiered_kv.reasons import Fate
+from tiered_kv.reasons import Fate, Reason
 from tiered_kv.system.threads import PAUSES_MAX, STEP
 from tiered_kv.tiering.account import EventSink, PrimaryAccount
 from tiered_kv.tiering.answers import checked_flag, tier_exceptions
@@ -606,7 +605,7 @@ class TieringOffloadingManager(CalledManager):
             "released_holds_total": self._promotions.released_holds,
             "forgotten_requests_total": self._requests.forgotten,
         }
-        skipped = {BY_REQUEST: self.primary.skipped_blocks} if self.primary.skipped_blocks else {}
+        skipped = {Reason.BY_REQUEST.value: self.primary.skipped_blocks} if self.primary.skipped_blocks else {}
         yield (
             PRIMARY_NAME,
             [

@@ -13,9 +13,10 @@ from typing import Final
 
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import rounded_seconds
-from tiered_kv.reasons import FAILED, Fate, reason_of
+from tiered_kv.reasons import Fate, Reason
 from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.tiering.account import TierAccount
+from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.breaker import Breaker, BreakerState
 from tiered_kv.tiering.spell import LOGGED_AT_ONCE, Lost, Spell
 
@@ -68,17 +69,17 @@ class Outages:
             again = f"Its blocks are misses; it is tried again every {rounded_seconds(self._cooldown_s)}"
             self._outage.begin(now_s, f"{cause}. {again}", self._account.lost())
 
-    def cause_of(self, is_promotion: bool, reason: str) -> str:
-        """Return why a job failed, for the log. The reason is a word of the tier's."""
-        said = self._explanation(reason) or (reason_of(reason).sentence if reason in FAILED else "")
-        return f"{'loads' if is_promotion else 'stores'} fail: {said or 'the tier names the reason'} ('{reason}')"
+    def cause_of(self, is_promotion: bool, reason: Reason, word: str = "") -> str:
+        """Return why a job failed, for the log; `word` is the tier's own for the reason, if it has one."""
+        said = self._explanation(word or reason.value) or reason.sentence
+        return f"{'loads' if is_promotion else 'stores'} fail: {said} ('{word or reason.value}')"
 
-    def note_store(self, is_stored: bool, reason: str, now_s: float) -> None:
+    def note_store(self, is_stored: bool, result: JobResult, now_s: float) -> None:
         """Note the end of a store: the storage is full if all find no room for a while."""
         if is_stored:
             self.lacks_room = False
             self._full.end(now_s, self._account.lost(), self._has_room_again)
-        elif reason_of(reason).fate is not Fate.NO_SPACE:
+        elif result.cause.fate is not Fate.NO_SPACE:
             return
         elif self._full.is_on:
             self._full.go_on(now_s)
@@ -86,7 +87,7 @@ class Outages:
             self.lacks_room, self._no_room_since_s = True, now_s
         elif now_s - self._no_room_since_s >= self._cooldown_s:
             about = "Blocks that it has can be loaded; a store is tried each time"
-            self._full.begin(now_s, f"{self.cause_of(False, reason)}. {about}", self._account.lost())
+            self._full.begin(now_s, f"{self.cause_of(False, result.cause, result.word)}. {about}", self._account.lost())
 
     def disable(self, why: str) -> None:
         self._account.notice(f"disabled: {why}")

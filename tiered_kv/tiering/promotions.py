@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.cpu.manager import CPUOffloadingManager
-from tiered_kv.reasons import TOO_SLOW
+from tiered_kv.reasons import Learning, Reason, TooSlow
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.pace import EngineCost, computed_blocks
@@ -106,8 +106,8 @@ class Promotions:
             promotion.waiters.append(state)
             state.loads.promoting[key] = None
             if promotion.is_try:
-                promotion.guarded.note_too_slow(1, "late")
-                self._fail(promotion, TOO_SLOW)
+                promotion.guarded.note_too_slow(1, TooSlow.LATE)
+                self._fail(promotion, Reason.TOO_SLOW)
         return not promotion.is_try
 
     def sort(self, keys: Iterable[OffloadKey], state: RequestState) -> None:
@@ -157,17 +157,19 @@ class Promotions:
                         if not blocks:
                             continue
                     if worth or not self._is_tried(promotions, guarded, now_s):
-                        self._refuse(blocks[worth:], guarded, TOO_SLOW, "cut" if worth else "late")
+                        self._refuse(blocks[worth:], guarded, Reason.TOO_SLOW, TooSlow.CUT if worth else TooSlow.LATE)
                         del blocks[worth:]
             keys = [block.key for block in blocks]
             if refusal or (keys and not guarded.submit(keys, blocks, state.req_context, self, is_promotion=True)):
-                self._refuse(blocks, guarded, refusal)
+                self._refuse(blocks, guarded, refusal or Reason.EXCEPTION)
             elif keys and cost.is_known and (promotions[0].is_try or not guarded.pace.is_known):
-                guarded.account.learning("try" if promotions[0].is_try else "first")
+                guarded.account.learning(Learning.TRY if promotions[0].is_try else Learning.FIRST)
 
-    def _refuse(self, blocks: Sequence[CPUBlock], guarded: GuardedTier, reason: str, slow_reason: str = "") -> None:
-        """Give back blocks that are not loaded; `slow_reason` says why they are `TOO_SLOW`."""
-        if slow_reason:
+    def _refuse(
+        self, blocks: Sequence[CPUBlock], guarded: GuardedTier, reason: Reason, slow_reason: TooSlow | None = None
+    ) -> None:
+        """Give back blocks that are not loaded; `slow_reason` says why they are too slow."""
+        if slow_reason is not None:
             promotions = (self._table[block.key] for block in blocks)
             if asked_for := sum(not promotion.is_ahead for promotion in promotions):
                 guarded.note_too_slow(asked_for, slow_reason)
@@ -187,7 +189,7 @@ class Promotions:
             if block.key in ok and self._arrive(block, until_s):
                 ready.append(block)
             else:
-                self._drop(block, result.reason)
+                self._drop(block, result.cause)
                 self.primary.abandon([block])
         self.primary.note_stored([block.key for block in ready])
         if ready:
@@ -196,7 +198,7 @@ class Promotions:
     def expired(self, job: SubmittedJob) -> None:
         """Make the keys of an expired load misses. The blocks stay with the job until the tier reports it."""
         for block in job.blocks:
-            self._drop(block, "expired")
+            self._drop(block, Reason.EXPIRED)
             self.primary.forget(block)
 
     def release(self, state: RequestState, keys: Iterable[OffloadKey] | None = None) -> None:
@@ -292,7 +294,7 @@ class Promotions:
                 left.append(block)
                 continue
             promotion.waiters = [state for state in promotion.waiters if state.cost is cost]
-            self._fail(promotion, TOO_SLOW)
+            self._fail(promotion, Reason.TOO_SLOW)
             promotion.waiters, promotion.cost = others, others[0].cost
             self.batches.setdefault((promotion.guarded, others[0]), []).append(promotion)
             promotion.guarded.loads.reserved_blocks += 1
@@ -302,10 +304,10 @@ class Promotions:
         """Return whether a batch that is too slow is loaded as a try, which no request waits for; count it then."""
         if any(promotion.is_ahead for promotion in promotions) or not guarded.pace.tries(now_s):
             return False
-        guarded.note_too_slow(len(promotions), "try")
+        guarded.note_too_slow(len(promotions), TooSlow.TRY)
         for promotion in promotions:
             promotion.is_try = True
-            self._fail(promotion, TOO_SLOW)
+            self._fail(promotion, Reason.TOO_SLOW)
         return True
 
     def _arrive(self, block: CPUBlock, until_s: float) -> bool:
@@ -330,20 +332,20 @@ class Promotions:
             self.holders[state] = None
             self._held[block.block_id] = self._held.get(block.block_id, 0) + 1
 
-    def _drop(self, block: CPUBlock, reason: str) -> None:
+    def _drop(self, block: CPUBlock, reason: Reason) -> None:
         """End the promotion of a block whose load failed, unless it was reset meanwhile."""
         promotion = self._table.get(block.key)
         if promotion is not None and promotion.block is block:
             del self._table[block.key]
             self._fail(promotion, reason)
 
-    def _fail(self, promotion: Promotion, reason: str) -> None:
+    def _fail(self, promotion: Promotion, reason: Reason) -> None:
         """Let no request wait for a block any more, nor ask its tier for it again."""
-        key, is_undecided = promotion.block.key, promotion.is_ahead and reason == TOO_SLOW
+        key, is_undecided = promotion.block.key, promotion.is_ahead and reason is Reason.TOO_SLOW
         for state in promotion.waiters:
             state.loads.promoting.pop(key, None)
             if is_undecided:
                 state.loads.is_cut = True
-            elif reason != "breaker" or not state.loads.waits_for_room:  # a probe runs; its end decides
+            elif reason is not Reason.BREAKER or not state.loads.waits_for_room:  # a probe runs; its end decides
                 state.leave_tier(key, promotion.guarded, reason)
         promotion.waiters.clear()

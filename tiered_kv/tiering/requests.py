@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.metrics.history.ledger import RequestLog
-from tiered_kv.reasons import Fate
+from tiered_kv.reasons import Fate, Reason
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import EngineCost
 
@@ -144,7 +144,7 @@ class RequestState:
         for kept in (self.lookups.failed, self.lookups.unanswered, self.lookups.denied):
             kept.clear()
 
-    def leave_tier(self, key: OffloadKey, guarded: GuardedTier, reason: str) -> None:
+    def leave_tier(self, key: OffloadKey, guarded: GuardedTier, reason: Reason) -> None:
         """Ask a tier for a key no more, and note why."""
         self.lookups.failed.setdefault(key, set()).add(guarded)
         if self.log is not None:

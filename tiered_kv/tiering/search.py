@@ -10,7 +10,7 @@ from enum import Enum
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
 from tiered_kv.metrics.history.recorder import BlockHistory
-from tiered_kv.reasons import TOO_SLOW, Fate, reason_of
+from tiered_kv.reasons import Fate, Reason, TooSlow
 from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import computed_blocks
@@ -264,7 +264,7 @@ class Search:
             return _Verdict.WAIT  # a prefetch may wait for room without a bound
         guarded.account.refused_promotion()
         if state.log is not None:
-            state.log.failed(key, guarded.number, "refused")
+            state.log.failed(key, guarded.number, Reason.REFUSED)
         return _Verdict.MISS
 
     def _miss(self, key: OffloadKey) -> bool:
@@ -302,7 +302,7 @@ class Search:
             if guarded in state.lookups.timed_out:
                 reasons[guarded.number] = state.lookups.timed_out[guarded]
             elif not guarded.is_searched:
-                reasons[guarded.number] = reason_of(guarded.refusal() or "budget").fate
+                reasons[guarded.number] = (guarded.refusal() or Reason.BUDGET).fate
         return bytes(reasons)
 
     def expect(self, blocks: int, before: int, state: RequestState, *, is_whole: bool) -> None:
@@ -325,8 +325,8 @@ class Search:
         """
         if state.lookups.load_room.get(guarded, 1) > 0:
             return True
-        guarded.note_too_slow(1, "cut")
-        state.leave_tier(key, guarded, TOO_SLOW)
+        guarded.note_too_slow(1, TooSlow.CUT)
+        state.leave_tier(key, guarded, Reason.TOO_SLOW)
         return False
 
     def _leave_late_tiers(self, state: RequestState) -> None:
@@ -365,7 +365,7 @@ class Search:
         )
         if not worth:
             state.lookups.timed_out[guarded] = Fate.TOO_SLOW
-            guarded.account.too_slow(blocks, "not_asked")
+            guarded.account.too_slow(blocks, TooSlow.NOT_ASKED)
         return worth
 
     def _fail(self, guarded: GuardedTier, state: RequestState, raised_in: str = "") -> None:

@@ -16,6 +16,7 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.reasons import Reason
 from tiered_kv.tiering.admission import Admission, Selection
 
 MINUTE_S: Final = 60.0
@@ -90,7 +91,7 @@ class WriteBudget(Admission):
     `moved_blocks` returns how many blocks the tier has relocated, and so written again, since it was opened.
     """
 
-    reason = "write_budget"
+    reason = Reason.WRITE_BUDGET
     has_clock = True
 
     def __init__(

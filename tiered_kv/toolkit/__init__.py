@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tiered_kv.metrics.counters import Counters
     from tiered_kv.metrics.metric import Metric
     from tiered_kv.metrics.vocabulary import common_metrics
+    from tiered_kv.reasons import Reason
     from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
     from tiered_kv.tiering.factory import SecondaryTierFactory
     from tiered_kv.tiering.lookups import BatchedLookups
@@ -59,6 +60,7 @@ __all__ = [
     "Metric",
     "OffloadKey",
     "Outcome",
+    "Reason",
     "ReqContext",
     "SecondaryTierFactory",
     "SecondaryTierManager",
@@ -76,6 +78,7 @@ _MODULES = {
     "tiered_kv.base": "OffloadKey ReqContext",
     "tiered_kv.config.settings": "TierSettings",
     "tiered_kv.config.units": "Bytes Count Seconds",
+    "tiered_kv.reasons": "Reason",
     "tiered_kv.config.hooks": "TierType hookimpl tier_plugins",
     "tiered_kv.metrics.counters": "Counters",
     "tiered_kv.metrics.metric": "Metric",

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
+from tiered_kv.reasons import Reason
 from tiered_kv.system.threads import DaemonThreads, give_way, start_thread
 from tiered_kv.toolkit.jobs import Outcome, Part, checked_outcome, checked_presence
 from tiered_kv.toolkit.queued import QueuedTier, block_bytes_of
@@ -247,7 +248,7 @@ class AsyncTier(QueuedTier):
                 await self._ensure_open()
                 return checked_outcome(await transfer(part.keys, self._blocks_of(part)), part.keys)
         except BaseException as error:
-            reason = "expired" if timeout.expired() else self._reason_of(transfer.__name__, error)
+            reason = Reason.EXPIRED if timeout.expired() else self._reason_of(transfer.__name__, error)
             return Outcome((), reason)
 
     async def _run_probes(self) -> None:
@@ -270,8 +271,8 @@ class AsyncTier(QueuedTier):
                     await self.open()
                     self._client_is_open = True
 
-    def _reason_of(self, operation: str, error: BaseException) -> str:
+    def _reason_of(self, operation: str, error: BaseException) -> Reason:
         """Return the reason for `error` in the counters; apart from deadlines, only `shutdown` cancels."""
         if isinstance(error, asyncio.CancelledError) and self._is_shut_down:
-            return "shutdown"
+            return Reason.SHUTDOWN
         return self._note_error(operation, error)

@@ -21,13 +21,14 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import FormatError, TierBusyError, TierError, TierUnavailableError
+from tiered_kv.reasons import Reason
 from tiered_kv.tiering.base import JobMetadata, JobResult
 from tiered_kv.toolkit.concurrency import StoreConcurrency
 
-_REASONS: tuple[tuple[type[TierError], str], ...] = (
-    (TierBusyError, "busy"),
-    (FormatError, "format"),
-    (TierUnavailableError, "unavailable"),
+_REASONS: tuple[tuple[type[TierError], Reason], ...] = (
+    (TierBusyError, Reason.BUSY),
+    (FormatError, Reason.FORMAT),
+    (TierUnavailableError, Reason.UNAVAILABLE),
 )
 TOGETHER_MAX = 4
 """Jobs that one worker runs together: fewer than the failures that open a breaker, since one error fails all."""
@@ -40,11 +41,11 @@ class Outcome:
 
     Args:
         successful_keys: The keys that succeeded; None if all did.
-        reason: One word for the counters if a key failed, such as "checksum", "absent" or "no_space".
+        reason: Why a key failed: a `Reason`, or one word of your own for the counters. The last one, if several did.
     """
 
     successful_keys: Collection[OffloadKey] | None = None
-    reason: str = ""
+    reason: str | None = None
 
 
 ALL_DONE = Outcome()
@@ -67,7 +68,7 @@ class Job:
         self.next_block = 0  # blocks before it have been started
         self.end_block = len(self.keys)  # blocks from here on will not be started
         self.ended_blocks = 0
-        self.drop_reason = ""
+        self.drop_reason: Reason | None = None
         self.failed_parts: list[tuple[Part, Outcome]] = []
         self.has_rows: bool | None = None  # whether all its rows are in the memory; None until a worker has checked
 
@@ -76,7 +77,7 @@ class Job:
         if not self.failed_parts and self.end_block == len(self.keys):
             return JobResult(self.metadata.job_id, True, ended_s=ended_s)
         successful: list[OffloadKey] = []
-        reason = self.drop_reason
+        reason: str | None = self.drop_reason
         position = 0
         for part, outcome in sorted(self.failed_parts, key=lambda failed: failed[0].start):
             successful += self.keys[position : part.start]
@@ -84,7 +85,7 @@ class Job:
             position = part.stop
             reason = reason or outcome.reason
         successful += self.keys[position : self.end_block]
-        return JobResult(self.metadata.job_id, False, successful, reason, ended_s)
+        return JobResult(self.metadata.job_id, False, successful, reason or "", ended_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,14 +105,14 @@ class Part:
 def checked_outcome(returned: object, keys: Sequence[OffloadKey]) -> Outcome:
     """Return the outcome of `store_blocks` or `load_blocks`, without keys that were not requested."""
     if not isinstance(returned, Outcome):
-        return Outcome((), "bad_outcome")
+        return Outcome((), Reason.BAD_OUTCOME)
     if returned.successful_keys is None:
         return ALL_DONE
     if isinstance(returned.successful_keys, Mapping):  # perhaps from keys to their success
-        return Outcome((), "bad_outcome")
+        return Outcome((), Reason.BAD_OUTCOME)
     claimed = frozenset(returned.successful_keys)
     successful = [key for key in keys if key in claimed]
-    return ALL_DONE if len(successful) == len(keys) else Outcome(successful, returned.reason or "error")
+    return ALL_DONE if len(successful) == len(keys) else Outcome(successful, returned.reason or Reason.ERROR)
 
 
 def checked_presence(returned: object, keys: Sequence[OffloadKey]) -> list[bool]:
@@ -122,15 +123,15 @@ def checked_presence(returned: object, keys: Sequence[OffloadKey]) -> list[bool]
     return [isinstance(answer, (int, np.generic)) and bool(answer) for answer in returned]
 
 
-def failure_reason(error: BaseException) -> str:
-    """Return the word for `error` in the counters."""
+def failure_reason(error: BaseException) -> Reason:
+    """Return the reason that `error` stands for."""
     if isinstance(error, TierError):
-        return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "error")
+        return next((reason for kind, reason in _REASONS if isinstance(error, kind)), Reason.ERROR)
     if isinstance(error, TimeoutError):
-        return "timeout"
+        return Reason.TIMEOUT
     if isinstance(error, OSError):
-        return "no_space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "io_error"
-    return "error"
+        return Reason.NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else Reason.IO_ERROR
+    return Reason.ERROR
 
 
 class PartQueue:
@@ -251,7 +252,7 @@ class PartQueue:
     def stores_waiting(self) -> int:
         return len(self._stores)
 
-    def drop_rest(self, job: Job, reason: str) -> bool:
+    def drop_rest(self, job: Job, reason: Reason) -> bool:
         """Cancel the blocks of `job` that have not been started; return whether the caller has to report the job.
 
         If not, it has ended, or the worker that ends its last part reports it.
@@ -264,7 +265,7 @@ class PartQueue:
             job.drop_reason = reason
             return job.ended_blocks == job.end_block
 
-    def drop_all(self, reason: str) -> list[Job]:
+    def drop_all(self, reason: Reason) -> list[Job]:
         """Cancel all blocks that have not been started; return the jobs that the caller has to report."""
         with self._lock:
             queued = [*self._loads, *self._stores]

@@ -26,6 +26,7 @@ import numpy as np
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.secrets import scrub
 from tiered_kv.errors import TierError
+from tiered_kv.reasons import Reason
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.lookups import BatchedLookups, Probe
@@ -35,8 +36,6 @@ from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, PartQueue, fail
 
 _log = logging.getLogger("tiered_kv.toolkit")
 
-NO_ROW: Final = "no_row"
-"""The reason for jobs that name rows outside of the memory. The engine's fault, so the breaker ignores it."""
 _ROWS_LOGGED: Final = 16
 # For the job or the lookups that a thread or task serves: see the properties of `QueuedTier`.
 PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
@@ -131,7 +130,7 @@ class QueuedTier(SecondaryTierManager):
         self._jobs_in_flight[job_metadata.job_id] = job
         if self._is_shut_down or not job.keys:
             job.end_block = 0
-            job.drop_reason = "shutdown" if job.keys else ""
+            job.drop_reason = Reason.SHUTDOWN if job.keys else None
             self._report([job])
             return
         self._next_deadline = min(self._next_deadline, job.deadline)
@@ -198,7 +197,7 @@ class QueuedTier(SecondaryTierManager):
             return
         self._is_shut_down = True
         deadline = time.monotonic() + self._shutdown_timeout_s
-        self._report(self._part_queue.drop_all("shutdown"))
+        self._report(self._part_queue.drop_all(Reason.SHUTDOWN))
         left = self._stop_workers(deadline)
         if left:
             _log.warning("tier '%s': %d worker(s) did not end; they are left behind", self.name, left)
@@ -212,7 +211,7 @@ class QueuedTier(SecondaryTierManager):
             if job.deadline > now:
                 if job.deadline < next_deadline:  # a third of the time of `min`
                     next_deadline = job.deadline
-            elif self._part_queue.drop_rest(job, "expired"):
+            elif self._part_queue.drop_rest(job, Reason.EXPIRED):
                 self._report([job])
         self._next_deadline = next_deadline
 
@@ -244,13 +243,13 @@ class QueuedTier(SecondaryTierManager):
         """Return None if the part may run, else its outcome."""
         job = part.job
         if job.deadline <= self._clock():
-            return Outcome((), "expired")
+            return Outcome((), Reason.EXPIRED)
         if job.epoch != self.epoch:
-            return Outcome((), "reset")
+            return Outcome((), Reason.RESET)
         if job.has_rows is None:
             job.has_rows = self._has_rows(job)
         if not job.has_rows:
-            return Outcome((), NO_ROW)
+            return Outcome((), Reason.NO_ROW)  # the engine's fault
         PART_EPOCH.set(job.epoch)
         PART_DEADLINE.set(job.deadline)
         return None
@@ -258,7 +257,7 @@ class QueuedTier(SecondaryTierManager):
     def _end_part(self, part: Part, outcome: Outcome) -> None:
         """Note how a part ended, and report its job if it was the last. Nothing may touch its blocks from now on."""
         if part.job.epoch != self.epoch:
-            outcome = Outcome((), outcome.reason or "reset")
+            outcome = Outcome((), outcome.reason or Reason.RESET)
         if outcome is not ALL_DONE:
             part.job.failed_parts.append((part, outcome))
         if self._part_queue.end(part):
@@ -287,7 +286,7 @@ class QueuedTier(SecondaryTierManager):
         is_inside = is_list and 0 <= min(rows) <= max(rows) <= self._last_row
         if is_inside and (not job.metadata.is_promotion or len(set(rows)) == len(rows)):
             return True
-        if self._log_limit.take(NO_ROW) is not None:
+        if self._log_limit.take(Reason.NO_ROW) is not None:
             _log.error(
                 "tier '%s': refused a job of %d blocks; it needs as many rows from 0 to %d, in a load different ones, "
                 "and names %s%s. Nothing was moved; further jobs are only counted",
@@ -305,7 +304,7 @@ class QueuedTier(SecondaryTierManager):
         rows = metadata.block_ids[part.start : part.stop].tolist()
         return [flat[row * step : row * step + size] for row in rows]
 
-    def _note_error(self, operation: str, error: BaseException) -> str:
+    def _note_error(self, operation: str, error: BaseException) -> Reason:
         """Return the reason for `error` in the counters, and log it, at a bounded rate for each kind.
 
         The log omits the text of the error but for a `TierError`: a client library may have put a password into it.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tiered_kv.errors import ConfigError, TierUnavailableError
-from tiered_kv.toolkit import BlockingTier, OffloadKey, Outcome
+from tiered_kv.toolkit import BlockingTier, OffloadKey, Outcome, Reason
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
 from tiered_kv_sqlite import SqliteSettings
 
@@ -66,11 +66,11 @@ class SqliteTier(BlockingTier):
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         stored = [key for key, block in zip(keys, blocks, strict=True) if self._store(key, block)]
-        return Outcome(stored, "" if len(stored) == len(keys) else "no_space")
+        return Outcome() if len(stored) == len(keys) else Outcome(stored, Reason.NO_SPACE)
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         loaded: list[OffloadKey] = []
-        reason = ""
+        reason: Reason | None = None
         for key, block in zip(keys, blocks, strict=True):
             row = self._database.execute(_LOAD, (self._namespace, key)).fetchone()
             record = memoryview(row[0] if row else b"")
@@ -78,7 +78,7 @@ class SqliteTier(BlockingTier):
             if status is RecordStatus.OK:
                 loaded.append(key)
             else:
-                reason = status.value if row else "absent"
+                reason = status.cause if row else Reason.ABSENT
                 if row:  # a damaged block that stays would be offered again, and could not be stored again
                     self._database.execute(_DELETE, (row[1],))
         return Outcome(loaded, reason)

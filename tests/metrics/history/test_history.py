@@ -13,7 +13,7 @@ from tiered_kv.metrics.history import ledger as ledger_module
 from tiered_kv.metrics.history.fates import CHUNK_KEYS_MAX, TICKS_PER_S, FateTable, hashes
 from tiered_kv.metrics.history.ledger import CPU, RequestLog
 from tiered_kv.metrics.history.recorder import PENDING_BATCHES_MAX, PENDING_KEYS_MAX, BlockHistory
-from tiered_kv.reasons import Fate
+from tiered_kv.reasons import Fate, Reason
 from tiered_kv.stack.open import Stack
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import make_keys
@@ -228,7 +228,7 @@ def test_why_a_tier_was_not_asked_holds_for_its_keys_only(history: BlockHistory)
     log = RequestLog("r", history._clock())
     history.missed(log, b"", keys[:2])
     history.missed(log, bytes([0, Fate.BREAKER]), keys)
-    log.failed(keys[0], 1, "checksum")
+    log.failed(keys[0], 1, Reason.CHECKSUM)
     history.ended(log)
     assert misses(history, 1) == {"absent": 1, "breaker": 2, "corrupt": 1}
     assert misses(history, CPU) == {"absent": 4}

@@ -103,7 +103,7 @@ def test_a_read_that_fails_once_costs_no_block(bench: StoreBench, code: int, los
     bench.disk.on_read = lambda buffers, offset: next(interfere)(buffers, offset)
     outcome = store.load(keys, bench.memory(100))
     loaded = set(keys if outcome.successful_keys is None else outcome.successful_keys)
-    assert (loaded, outcome.reason) == (set(keys) - (first if lost else set()), "io_error" if lost else "")
+    assert (loaded, outcome.reason) == (set(keys) - (first if lost else set()), "io_error" if lost else None)
     assert bench.get(store, keys) == set(keys)
 
 

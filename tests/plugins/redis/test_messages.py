@@ -11,6 +11,7 @@ import pytest
 from tests.plugins.conftest import OpenRedis
 from tests.support.redis_servers import PASSWORD, RedisServer
 from tiered_kv.errors import TierUnavailableError
+from tiered_kv.reasons import Reason
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_redis.reasons import reason_of_code, sentence
 from tiered_kv_redis.settings import RedisSettings
@@ -53,7 +54,7 @@ def test_a_server_that_dies_while_blocks_are_loaded_is_not_blamed_for_a_limit(
     with contextlib.closing(Topology(settings)) as topology:
         (node,) = topology.nodes()
         node.narrow(1 << 20)  # a connection was closed within a reply
-        node.note_failure("unavailable")
+        node.note_failure(Reason.UNAVAILABLE)
         node.note_loaded()
         assert caplog.messages == []
         node.narrow(1 << 20)
@@ -94,8 +95,9 @@ def test_a_refusal_at_the_opening_names_the_setting(
     ],
 )
 def test_what_a_server_says_is_explained_by_its_setting(said: bytes, reason: str, named: str) -> None:
-    assert reason_of_code(said) == reason
-    assert named in sentence("a-server:6379", reason, said.decode(), set())
+    found = reason_of_code(said)
+    assert found == reason
+    assert named in sentence("a-server:6379", found, said.decode(), set())
 
 
 def test_what_fails_is_explained_with_the_newest_words_of_the_server(

@@ -16,7 +16,6 @@ from tests.support.loopback import LyingRedis, Slots, Storage, slots_reply
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.counters import count_of
-from tiered_kv.reasons import reason_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
 
@@ -151,8 +150,8 @@ def test_a_slot_that_moves_costs_its_blocks_and_is_no_failure_of_the_tier(
     assert rig.tier.lookup_failures == before
     for key in keys:
         (result,) = rig.wait([rig.submit_load([key])])
-        assert result.success if two_masters[1].has(key) else reason_of(result.reason).is_harmless
-    assert reason_of(rig.store(new).reason).is_harmless
+        assert result.success if two_masters[1].has(key) else result.cause.is_harmless
+    assert rig.store(new).cause.is_harmless
     counts = rig.tier.stats()
     assert 0 < count_of(counts, "failed_lookups_total", "ask") < len(keys)
     assert 0 < count_of(counts, "failed_blocks_total", "load", "ask") < len(keys)
@@ -263,7 +262,7 @@ def test_a_dead_master_costs_its_own_blocks_and_opens_no_breaker(
     failures = rig.tier.lookup_failures
     for key in keys:  # many jobs in a row that load nothing
         (result,) = rig.wait([rig.submit_load([key])])
-        assert result.success if living.has(key) else reason_of(result.reason).is_harmless
+        assert result.success if living.has(key) else result.cause.is_harmless
     assert rig.lookup_all(keys) == [living.has(key) for key in keys]
     assert rig.tier.lookup_failures == failures
     stored = set(rig.store(new).successful_keys or ())

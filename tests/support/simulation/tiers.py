@@ -123,7 +123,7 @@ class SimulatedTier(SecondaryTierManager):
 
 
 def _result(job: JobMetadata, outcome: Outcome) -> JobResult:
-    return JobResult(job.job_id, outcome is ALL_DONE, outcome.successful_keys, outcome.reason)
+    return JobResult(job.job_id, outcome is ALL_DONE, outcome.successful_keys, outcome.reason or "")
 
 
 class SimulatedToolkitTier(QueuedTier):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tiered_kv.base import OffloadKey, group_of
 from tiered_kv.metrics.history.fates import TICKS_PER_S, Fates, FateTable, Hashes, Mask, hashes
 from tiered_kv.metrics.history.ghosts import Ghosts
-from tiered_kv.reasons import TOO_SLOW, Fate, reason_of
+from tiered_kv.reasons import Fate, Reason
 
 CPU: Final = 0
 """The primary tier's number; the secondary tiers follow, in the order of the search."""
@@ -31,12 +31,10 @@ _LONG_AGO: Final = -(1 << 40)
 _NOT_STORED: Final = frozenset(
     {Fate.ADMISSION, Fate.BUDGET, Fate.NO_SPACE, Fate.BREAKER, Fate.DISABLED, Fate.TIMEOUT, Fate.FAILED}
 )
-_OF_REQUESTS: Final = {"refused": Fate.REFUSED, TOO_SLOW: Fate.TOO_SLOW}
-"""Fates of a block in one request, which say nothing about the tier's copy."""
 
 BatchFates = bytes
 """For each tier, the fate of all keys of a batch; 0 where the table has the reason of each."""
-Failures = Mapping[OffloadKey, Mapping[int, str]]
+Failures = Mapping[OffloadKey, Mapping[int, Reason]]
 """Why a tier that had a block did not bring it, by key and the tier's number."""
 Rows = NDArray[np.void]
 """For each key its hash, and a fate for each tier. For loaded keys, `fates[0]` is the number of the tier."""
@@ -57,12 +55,12 @@ class RequestLog:
     """Why tiers are not asked for it, one byte for each tier; b"" if all are asked."""
     found: list[OffloadKey] = field(default_factory=list)
     """Keys with promotions that it began to wait for since the last `BlockHistory.flush`."""
-    failures: dict[OffloadKey, dict[int, str]] = field(default_factory=dict)
+    failures: dict[OffloadKey, dict[int, Reason]] = field(default_factory=dict)
     """Why a tier that had a block did not deliver it, by key and the tier's number."""
     misses_hash: int | None = None
     """The hash of the misses that were noted last; 0 for the first ones."""
 
-    def failed(self, key: OffloadKey, tier: int, reason: str) -> None:
+    def failed(self, key: OffloadKey, tier: int, reason: Reason) -> None:
         """Note why a tier that had a block did not deliver it."""
         self.failures.setdefault(key, {})[tier] = reason
 
@@ -353,10 +351,10 @@ def _places(rows: Rows, keys: Sequence[OffloadKey]) -> list[int | None]:
     return [place if is_found else None for place, is_found in zip(places.tolist(), found.tolist(), strict=True)]
 
 
-def _add_failures(fates: Fates, failures: Mapping[int, str]) -> None:
+def _add_failures(fates: Fates, failures: Mapping[int, Reason]) -> None:
     """Set the fates of a key in tiers that had it. Tiers below one that refused it were not asked."""
     for tier, reason in sorted(failures.items()):
-        fates[tier] = _OF_REQUESTS.get(reason) or reason_of(reason).fate
-        if reason == "refused":
+        fates[tier] = reason.fate
+        if reason is Reason.REFUSED:
             fates[tier + 1 :] = Fate.UNKNOWN
             return
