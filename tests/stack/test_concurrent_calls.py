@@ -36,7 +36,8 @@ def value_of(number: int, blocks: int) -> tuple[list[bytes], Blocks]:
 
 
 def entries_of(tiers: Sequence[str], directory: Path) -> list[dict[str, object]]:
-    return [TIERS[name] if name == "memory" else {**TIERS[name], "path": str(directory / name)} for name in tiers]
+    """Return new entries, which a test may change."""
+    return [TIERS[name] | ({} if name == "memory" else {"path": str(directory / name)}) for name in tiers]
 
 
 def put_all(stack: Stack, values: int, blocks: int) -> None:
