@@ -91,14 +91,14 @@ def test_a_bucket_that_does_not_answer_takes_no_longer_than_the_timeout(
     verb: list[str], is_engines: bool, tmp_path: Path, command: Command
 ) -> None:
     with Silent() as server:
-        tier = f"type: s3, endpoint_url: 'http://{server.address}', " + S3.replace("attempts: 1, ", "")
+        tier = f"type: s3, endpoint_url: 'http://{server.address}', request_timeout: 300s, " + S3
         file = stack_file(tmp_path, tier)
         if is_engines:
             lines = Path(file).read_text().splitlines(keepends=True)
             Path(file).write_text("".join(line for line in lines if not line.startswith(("namespace", "block"))))
         began_s = time.monotonic()
         shown = command.out(verb[0], file, *verb[1:], "--timeout", "300ms", status=1)
-        assert time.monotonic() - began_s < 5.0, "each attempt takes so long by default"
+        assert time.monotonic() - began_s < 200.0, "one request may take five minutes"
     assert "does not answer in time" in " ".join(shown.split())
 
 

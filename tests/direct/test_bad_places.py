@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.bad_files import BadFiles, BadPlace, bad_files
+from tests.support.stacks import PATIENT
 from tiered_kv import DirectTiers, Namespace, make_offload_key
 from tiered_kv.base import OffloadKey
 from tiered_kv.testing.rig import block_content
@@ -60,7 +61,7 @@ def open_host(tmp_path: Path) -> Iterator[Callable[..., Host]]:
 
     def open_one(kind: str, **settings: object) -> Host:
         entry = {"type": kind, "path": str(tmp_path / "kv"), "capacity": 64 << 20, "breaker_cooldown": 3600.0}
-        opened.append(Host({**entry, **settings}))
+        opened.append(Host({**entry, **PATIENT, **settings}))
         return opened[-1]
 
     yield open_one

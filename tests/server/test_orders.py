@@ -195,7 +195,7 @@ def test_an_engine_that_leaves_answers_unread_ends_its_session(tmp_path: Path) -
         engine.manager.prefetch(KEYS, engine.begin())
         wait_until(served.rows_in_use)  # the answer is sent
         engine.close()  # its process goes on: it is the test's
-        wait_until(lambda: not served.count(lambda host: len(host.sessions)), timeout_s=3.0)
+        wait_until(lambda: not served.count(lambda host: len(host.sessions)))
 
 
 def test_an_id_that_is_used_twice_keeps_no_lease(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ Connect = Callable[[], socket.socket]
 
 @pytest.fixture
 def connect(proxy: FaultProxy, closing: contextlib.ExitStack) -> Connect:
-    return lambda: closing.enter_context(socket.create_connection((proxy.host, proxy.port), timeout=10))
+    return lambda: closing.enter_context(socket.create_connection((proxy.host, proxy.port), timeout=60))
 
 
 def receive(client: socket.socket, size: int) -> bytes:
@@ -88,8 +88,8 @@ def test_latency_delays_without_taking_bandwidth(proxy: FaultProxy, connect: Con
     begin = time.monotonic()
     assert exchange(client, data) == data
     # It is read in 48 pieces at least. If each waited for the one before, they would take 24 s.
-    assert 0.5 <= time.monotonic() - begin < 8.0
-    proxy.set_faults(Faults(latency_s=60.0), Direction.TO_SERVER)  # more than the client waits
+    assert 0.5 <= time.monotonic() - begin < 20.0
+    proxy.set_faults(Faults(latency_s=600.0), Direction.TO_SERVER)  # more than the client waits
     proxy.set_faults(NO_FAULTS, Direction.TO_SERVER)
     assert exchange(client, b"x") == b"x"
 
@@ -110,7 +110,7 @@ def test_a_stall_lasts_until_it_is_switched_off(proxy: FaultProxy, connect: Conn
     client.settimeout(0.05)
     with pytest.raises(TimeoutError):
         client.recv(1)
-    client.settimeout(10)
+    client.settimeout(60)
     proxy.set_faults(NO_FAULTS, Direction.TO_CLIENT)
     assert receive(client, 5) == b"hello"
 
@@ -182,7 +182,7 @@ def test_the_client_is_reset_if_the_server_refuses() -> None:
         with FaultProxy(unlistening.getsockname()) as proxy:
             with (
                 pytest.raises(ConnectionResetError),
-                socket.create_connection((proxy.host, proxy.port), timeout=10) as client,
+                socket.create_connection((proxy.host, proxy.port), timeout=60) as client,
             ):
                 client.recv(1)
             assert proxy.counts()["server_refused"] == 1
