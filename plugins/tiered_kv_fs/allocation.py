@@ -1,4 +1,8 @@
-"""How much of the disk a file takes: its size in whole allocation units, which are learned from files."""
+"""The room that a file takes of the disk: its size in whole allocation units, which are learned from files.
+
+`GrantClient`, `BlockFiles` and the sweep ask, on any thread. A file counts as whole units, so the directory takes
+no more than it counts.
+"""
 
 from __future__ import annotations
 

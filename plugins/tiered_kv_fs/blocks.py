@@ -1,4 +1,8 @@
-"""The block files of one namespace: writes, reads and lookups. Any thread that may wait may call."""
+"""The block files of one namespace: writes, reads and lookups.
+
+`FsTier` calls it on the tier's threads; any thread that may wait may call. A file gets its name only when it is
+complete. A load verifies the whole record, and deletes a damaged file.
+"""
 
 from __future__ import annotations
 

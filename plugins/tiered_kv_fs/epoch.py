@@ -1,4 +1,7 @@
-"""The file that keeps a namespace's epoch mark. The rules are in `tiered_kv.toolkit.epoch`."""
+"""The file that keeps a namespace's epoch mark. The rules are in `tiered_kv.toolkit.epoch`.
+
+`Epoch` calls it on threads that may wait. Readers find the old mark or the new one, and never a part.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The names in the shared directory, and the patterns of paths below it. `directory.py` shows the tree."""
+"""The names in the shared directory, and the patterns of paths below it. `directory.py` shows the tree.
+
+All files of this plugin use them, on any thread. A name that matches no pattern is foreign: it is never deleted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The YAML entry of an fs tier."""
+"""The YAML entry of an fs tier, and its needs of the process and the machine.
+
+`config.stack_config` reads it on the thread that opens a stack. Importing it loads nothing else of the tier.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The sweep: one process at a time counts the directory, and removes the least recently used files."""
+"""The sweep: it counts the directory (a survey), and removes the least recently used files.
+
+`GrantClient` starts it on a thread of the tier. One process at a time sweeps, by a lock. A sweep deletes only files of
+the tier's names, and never more than the room that it needs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The fs tier: block files in a shared directory behind the secondary tier's contract."""
+"""The fs tier: block files in a shared directory, behind the contract of secondary tiers.
+
+A `GuardedTier` calls it on the scheduler's thread, and no such call does I/O. Its coroutines run on an event loop, and
+the calls of the file system on threads. A store writes only granted bytes; a lookup asks the file system.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The secondary tier over a host's server: it copies blocks to and from the server's rows, which it has mapped."""
+"""The secondary tier over a host's server: it copies blocks to and from the server's rows, which it has mapped.
+
+A `GuardedTier` calls it on the scheduler's thread. While the server is away every lookup is a miss, and every job
+fails. A row is read only while the server leases it.
+"""
 
 from __future__ import annotations
 

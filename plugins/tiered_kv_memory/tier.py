@@ -1,4 +1,8 @@
-"""A secondary tier in a dictionary. It uses everything that the interface offers."""
+"""A secondary tier in a dictionary. It uses everything that the contract offers.
+
+A `GuardedTier` calls it on the scheduler's thread; the toolkit's workers copy blocks. A lock guards the dictionary; a
+worker holds it for a few operations. The blocks end with the process.
+"""
 
 from __future__ import annotations
 

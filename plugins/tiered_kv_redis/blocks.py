@@ -1,4 +1,8 @@
-"""Blocks in servers: the commands for each server, and the failure of each block."""
+"""Blocks in servers: the commands for each server, and the failure of each block.
+
+`RedisTier` calls it on the toolkit's workers. Blocks move between the socket and their rows without a copy. A block
+succeeds only after its server has confirmed it, or its record was verified.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Exchanges with servers: pipelined commands for each server, and the replies."""
+"""Exchanges with servers: pipelined commands for each server, and the replies.
+
+The tier's workers call it, each with connections of its own. An exchange ends by its deadline. After an error its
+connection is closed, so no reply belongs to another command.
+"""
 
 from __future__ import annotations
 

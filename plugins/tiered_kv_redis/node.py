@@ -1,4 +1,8 @@
-"""One server: its connections, and whether it is down."""
+"""One server: its connections, and whether it is down.
+
+The tier's workers call it, several at once. A background thread probes a server that is down; meanwhile every request
+to it fails at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a connection brings: bytes by a deadline, and RESP2 replies parsed from them, in which any byte may be wrong."""
+"""The bytes that a connection brings by a deadline, and RESP2 replies parsed from them, in which any byte may be wrong.
+
+`exchange` and `blocks` call it, on the worker that uses the connection. A wrong byte raises an error and allocates
+nothing: lengths are checked first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The redis tier: blocks in Redis, as a secondary tier."""
+"""The redis tier: blocks in Redis, as a secondary tier.
+
+A `GuardedTier` calls it on the scheduler's thread, and no such call does I/O. The toolkit's workers store, load and
+look up. A load verifies the record.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The servers, and which server has a block."""
+"""The servers, and the server that has a block.
+
+The tier's workers ask. They read the map of a cluster again after a change, at most twice a second. A wrong map
+costs an attempt, never a wrong block.
+"""
 
 from __future__ import annotations
 

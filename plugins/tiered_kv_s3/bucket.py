@@ -1,4 +1,8 @@
-"""Requests for the bucket's objects: signed, retried within a deadline, and never copied on the way."""
+"""Requests for the bucket's objects: signed, retried within a deadline, and never copied on the way.
+
+The tier's workers call it, several at once. A request ends by its deadline with a `Verdict`. An object counts as stored
+only after the server has confirmed it.
+"""
 
 from __future__ import annotations
 

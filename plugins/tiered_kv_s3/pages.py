@@ -1,4 +1,8 @@
-"""Where the next page of a listing begins, also of a server that does not say so."""
+"""The begin of the next page of a listing, also with a server that does not report it.
+
+`Control` calls it, on the thread that lists. Each page begins behind the page before it.
+If the begin cannot be known, there is no next page.
+"""
 
 from __future__ import annotations
 

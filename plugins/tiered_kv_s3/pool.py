@@ -1,4 +1,8 @@
-"""Opens connections to the bucket's server, and keeps a pool of open ones."""
+"""Connections to the bucket's server: opens them, and keeps a pool of open ones.
+
+The tier's workers take one for each request, and give it back. A connection has one user at a time. After an error it
+is closed.
+"""
 
 from __future__ import annotations
 

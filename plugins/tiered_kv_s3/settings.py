@@ -1,4 +1,7 @@
-"""The YAML entry of an s3 tier."""
+"""The YAML entry of an s3 tier, and its needs of the process and the machine.
+
+`config.stack_config` reads it on the thread that opens a stack. Importing it does not import boto3.
+"""
 
 from __future__ import annotations
 

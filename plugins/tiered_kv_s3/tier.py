@@ -1,4 +1,8 @@
-"""The s3 tier: blocks as objects in a bucket."""
+"""The s3 tier: blocks as objects in a bucket.
+
+A `GuardedTier` calls it on the scheduler's thread, and no such call does I/O. The toolkit's workers store, load and
+look up; the sweeper has a thread of its own. A load verifies the record.
+"""
 
 from __future__ import annotations
 

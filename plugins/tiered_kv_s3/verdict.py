@@ -1,4 +1,8 @@
-"""The results of requests: success, or the reason of a failure and whether another attempt may help."""
+"""The results of requests: success, or the reason of a failure and whether another attempt may help.
+
+`Bucket`, `Control` and the administration make them, on their threads. A message names the bucket, the reason and the
+remedy.
+"""
 
 from __future__ import annotations
 

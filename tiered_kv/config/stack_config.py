@@ -1,4 +1,8 @@
-"""The configuration of a stack: from a YAML file or a mapping to a `StackConfig`, and its JSON schema."""
+"""The configuration of a stack: from a YAML file or a mapping to a `StackConfig`, and its JSON schema.
+
+`open_stack`, the commands and the engines' plugins read it, on the thread that opens. An error names the key, the found
+value and the remedy, with the line of the file. Reading opens no tier.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Turns pydantic's errors into a `ConfigError`: which setting, what was found, what to write."""
+"""Pydantic's errors as a `ConfigError`: the setting, the found value, and the remedy.
+
+Everything that reads settings calls it, on any thread. No message repeats a secret.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A program's calls as tasks, and the queue of each tier."""
+"""The calls of a program as tasks, and the queue of each tier.
+
+The tiers' thread (`thread.TierThread`) owns all of it. A task ends once, when its last open item has ended. Until a job
+is reported, its blocks belong to the tier, also after a deadline.
+"""
 
 from __future__ import annotations
 

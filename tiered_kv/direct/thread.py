@@ -1,4 +1,11 @@
-"""The thread that drives tiers over a caller's memory."""
+"""The thread that drives tiers over a caller's memory.
+
+`DirectTiers` posts tasks from any thread. This thread calls the guarded tiers and the callbacks, and does no I/O. These
+things stay true:
+
+- Each task is answered once, also after an error of this thread.
+- No answer comes while a tier may still use the task's memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Secondary tiers over a caller's memory: contains, store, load and touch, from any thread."""
+"""Secondary tiers over a caller's memory: contains, store, load and touch.
+
+A program or an engine's plugin calls them, from any thread; no call waits but `close`. A callback gets the answers, on
+the tiers' thread. Blocks with wrong bytes are never reported as loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The time that a token of a prompt takes an engine, measured from its steps."""
+"""The time that a token of a prompt takes an engine, measured from its steps.
+
+vLLM's plugin calls it, on the scheduler's thread, once a step. It keeps a bounded number of steps; one slow step does
+not change its answer.
+"""
 
 from __future__ import annotations
 

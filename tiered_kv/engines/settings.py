@@ -1,4 +1,8 @@
-"""The shared part of all engines' configurations: the tiers, and the user's part of a namespace."""
+"""The shared part of all engines' configurations: the tiers, and the user's part of a namespace.
+
+The plugins of engines subclass the settings, and read them on the thread that opens. A user's field cannot replace a
+fact that the engine reports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A process's connection to a host's server: made by a thread, lost with the server, and made again."""
+"""A process's connection to a host's server: a thread makes it, and makes it again after the server was lost.
+
+The attached managers and workers ask for it on their own threads; no such call waits for the server. Rows of a lost
+connection stay mapped while copies use them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One request of an attached engine: the keys that the engine asked for, and the server's answers."""
+"""One request of an attached engine: the keys that the engine asked for, and the server's answers.
+
+`AttachedManager` owns it, on the scheduler's thread. An answer holds for the connection and the epoch in which it was
+given: after a loss or a reset no row of it is used.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The manager of an engine that uses a host's cache: it answers from the server's messages, and never waits."""
+"""The manager of an engine that uses a host's cache: it answers from the server's messages, and never waits.
+
+An engine's scheduler calls it, on one thread. A lookup answers True only for a row that is leased to the request.
+"""
 
 from __future__ import annotations
 

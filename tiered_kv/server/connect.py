@@ -1,4 +1,8 @@
-"""A host's cache for programs that put and get blocks, other than engines."""
+"""A host's cache for programs that put and get blocks, other than engines.
+
+A program calls `connect`, and then `put` and `get`, on any thread; one lock serializes them. Each call ends by its
+timeout, also if the server hangs.
+"""
 
 from __future__ import annotations
 

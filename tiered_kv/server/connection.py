@@ -1,4 +1,8 @@
-"""An engine's connection to its host's server: whether it answers, the resets that both know of, and rows to write."""
+"""An engine's connection to its host's server: whether it answers, the resets that both know of, and rows to write.
+
+`AttachedManager` owns it, on the scheduler's thread; no call waits. A reset is never lost: a server that comes back
+gets it before it may answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How many connections a server takes: its tiers and its pages need descriptors, too."""
+"""The number of connections that a server takes: its tiers and its pages need descriptors, too.
+
+The server asks on its thread, before it accepts a connection. Half of the descriptors stay for the tiers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One namespace of a server: its stack, its memory, and the sessions that use it."""
+"""One namespace of a server: its stack, its memory, and the sessions that use it.
+
+The server's thread owns it, and makes all calls of the stack's manager. A row belongs to one session until the engine's
+processes have ended or given it back, so no engine reads bytes of another block.
+"""
 
 from __future__ import annotations
 

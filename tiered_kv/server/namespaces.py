@@ -1,4 +1,8 @@
-"""The stacks of a server: one for each namespace, opened when an engine needs it."""
+"""The stacks of a server: one for each namespace, opened when an engine needs it.
+
+The server's thread owns them; a thread for each opening opens a stack meanwhile. Two engines get one stack only if they
+agree on the namespace, and a failed opening fails only the engines that wait for it.
+"""
 
 from __future__ import annotations
 

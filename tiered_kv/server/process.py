@@ -1,4 +1,8 @@
-"""A process that is connected to a server, and how the server knows it from others and sees its end."""
+"""A process that is connected to a server: how the server knows it from others, and sees its end.
+
+The server's thread owns it. The kernel shows the process's user and its end, so no message of the process is believed
+about either.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The server of a host's cache: its socket, the processes that are connected, and the loop that serves them."""
+"""The server of a host's cache: its socket, the connected processes, and the loop that serves them.
+
+`tiered-kv serve` runs `CacheServer.serve` on one thread, which owns all sessions. No client can make it wait.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,13 @@ from tiered_kv.system.threads import STEP
 
 __all__ = ["CacheServer", "listen"]
 
-UNREAD_BYTES_MAX: Final = 8 << 20
-"""Bytes that a client may leave unread; then it loses its connection."""
+UNREAD_BYTES_MAX: Final = 8 << 20  # that a client may leave unread; then it loses its connection
 UNREAD_ALL_BYTES_MAX: Final = 64 << 20
 """Bytes that all clients together may leave unread; then the one with the most loses its connection."""
-HELLO_S: Final = 5.0
-"""How long a connection may take to identify itself."""
-ACCEPT_PAUSE_S: Final = 0.5
-"""How long no connection is taken once the system has no descriptor or no memory for one."""
-_PACKETS_A_TURN: Final = 16
-_TURNS_OF_THE_DEAD: Final = 256
+HELLO_S: Final = 5.0  # how long a connection may take to identify itself
+ACCEPT_PAUSE_S: Final = 0.5  # how long no connection is taken once the system has no descriptor or memory for one
+_PACKETS_A_PASS: Final = 16
+_PASSES_OF_THE_DEAD: Final = 256
 """Passes in which messages of an ended process are read: a child of it may have the socket, and send for ever."""
 _TICK_S: Final = 0.001
 """Between two steps while a tier works, a request waits or the history has work, unless a job ends."""
@@ -206,7 +206,7 @@ class CacheServer:
 
     def _receive(self, process: Process) -> None:
         STEP.begin()  # until this pass's step ends, other threads do not hold the interpreter
-        for message in process.channel.receive(_PACKETS_A_TURN, is_expected=True):
+        for message in process.channel.receive(_PACKETS_A_PASS, is_expected=True):
             if process.hello is None:
                 self._greet(process, message)
             elif message.code == protocol.BYE:
@@ -357,7 +357,7 @@ class CacheServer:
 
     def _died(self, process: Process) -> None:
         """Serve the messages that a process sent before it ended, then forget it."""
-        for _ in range(_TURNS_OF_THE_DEAD):
+        for _ in range(_PASSES_OF_THE_DEAD):
             if not process.is_connected or not process.channel.is_readable:
                 break
             self._guarded(process, functools.partial(self._receive, process))
@@ -396,5 +396,5 @@ class CacheServer:
 def _asks_reset(channel: Channel) -> bool:
     """Return whether a RESET is among the unread messages of the other side."""
     with suppress(TieredKVError):
-        return any(each.code == protocol.RESET for each in channel.receive(_PACKETS_A_TURN * _TURNS_OF_THE_DEAD))
+        return any(each.code == protocol.RESET for each in channel.receive(_PACKETS_A_PASS * _PASSES_OF_THE_DEAD))
     return False

@@ -1,4 +1,7 @@
-"""One engine's use of a namespace: its requests, the rows that they lease, and the rows that it was granted."""
+"""One engine's use of a namespace: its requests, the rows that they lease, and the rows that it was granted.
+
+The server's thread owns it. Its rows are its own until it gives them back, or until its processes have ended.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,7 @@ _row_of, _pins_of = attrgetter("block_id"), attrgetter("ref_cnt")
 
 
 class Session:
-    """Server-side state of one engine: its requests, leased rows and granted rows. The server's thread owns it.
-
-    Its rows are its own until it gives them back, or until all of its processes have ended: a living process may still
-    copy.
+    """Server-side state of one engine: its requests, leased rows and granted rows. A living process may still copy.
 
     Args:
         name: The engine's name, unique among the sessions of the namespace.

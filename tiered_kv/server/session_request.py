@@ -1,4 +1,7 @@
-"""A request of an engine, as its host's server knows it, and the index that finds its rows."""
+"""A request of an engine, as its host's server knows it, and the index that finds its rows.
+
+`Session` owns it, on the server's thread. A block of the request is found only while its row has the noted generation.
+"""
 
 from __future__ import annotations
 

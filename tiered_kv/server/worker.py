@@ -1,4 +1,8 @@
-"""A worker of an engine that uses a host's cache: it copies between its KV caches and the rows of the server."""
+"""A worker of an engine that uses a host's cache: it copies between its KV caches and the rows of the server.
+
+The engine's worker process calls it on its own thread; a thread of this class connects, maps and pins the rows. No copy
+runs over rows that are not mapped, and none is reported that moved nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ from tiered_kv.worker.handlers import WorkerHandlers
 
 JOIN_S: Final = 2.0
 _WATCH_MS: Final = 500
-_PACKETS_A_TURN: Final = 16
+_PACKETS_A_PASS: Final = 16
 
 OpenHandlers = Callable[[PrimaryRegion], WorkerHandlers]
 """Pins rows, and returns handlers that copy to and from them."""
@@ -206,7 +210,7 @@ class HostWorker:
         poll.register(link.channel.sock, select.POLLIN)
         poll.register(self._wake_fd, select.POLLIN)
         poll.poll(_WATCH_MS if len(self._rows) > 1 else None)
-        for message in link.channel.receive(_PACKETS_A_TURN):
+        for message in link.channel.receive(_PACKETS_A_PASS):
             if message.code == protocol.WORKERS:
                 self._has_scheduler = message.items > 0
             elif message.code in (protocol.GOODBYE, protocol.REFUSED):

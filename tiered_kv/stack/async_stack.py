@@ -1,4 +1,8 @@
-"""A stack for asyncio programs: each call runs on a thread, and the event loop goes on."""
+"""A stack for asyncio programs: each call runs on a thread, and the event loop goes on.
+
+A program awaits the calls on one event loop. The buffers of a call stay in use until its thread has ended, also after a
+cancellation.
+"""
 
 from __future__ import annotations
 

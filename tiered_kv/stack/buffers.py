@@ -1,4 +1,8 @@
-"""The bytes of a caller's buffer, without a copy: bytes, memory, numpy arrays and torch tensors of any type."""
+"""The bytes of a caller's buffer, without a copy: bytes, memory, numpy arrays and torch tensors of any type.
+
+`put`, `get` and `DirectTiers` call it on the caller's thread. A buffer that cannot be used as it is raises an error; it
+is never copied in silence.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`put` and `get` over a tiering manager, for programs other than engines."""
+"""`put` and `get` over a tiering manager, for programs other than engines.
+
+A program calls them, on any thread; one lock serializes the calls of the manager. Each call ends by its timeout. A
+`get` loads whole blocks or reports fewer; bytes behind the reported blocks are undefined.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Opening a stack: everything wired from one configuration."""
+"""Opening a stack: it wires everything from one configuration.
+
+A program or an engine calls `open_stack` or `open_engine_stack`, on any thread. Everything that an opening has begun is
+closed again if a later step fails. After `close` no thread, descriptor or mapping of the stack is left.
+"""
 
 from __future__ import annotations
 

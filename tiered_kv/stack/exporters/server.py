@@ -1,4 +1,8 @@
-"""The HTTP server of a stack, and its pages. It answers GET and HEAD, one request a connection."""
+"""The HTTP server of a stack, and its pages. It answers GET and HEAD, one request a connection.
+
+The opening of a stack starts it, with threads of its own. It reads snapshots that any thread may take, and never calls
+the manager. The number of open connections has a limit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The status of a stack, as JSON; and why a block was a miss, for programs and for `tiered-kv why`."""
+"""The status of a stack, as JSON; and why a block was a miss, for programs and for `tiered-kv why`.
+
+The HTTP server's threads call it, and any thread of a program. It reads snapshots, and shows no secret.
+"""
 
 from __future__ import annotations
 
