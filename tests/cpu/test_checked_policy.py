@@ -12,13 +12,14 @@ import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy, RequestChain, make_policy
 from tiered_kv.cpu.policies.checked import CheckedPolicy
 from tiered_kv.cpu.policies.recency import LRUPolicy
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack.facade import rows_of
+from tiered_kv.tiering.manager import TieringOffloadingManager
 
 NUM_BLOCKS = 8
 CALLS_BEFORE_FAULT = 10
@@ -122,7 +123,7 @@ class Engine:
     """Requests store and load at random; `memory` is what each row's bytes would be."""
 
     def __init__(self, policy: str | CachePolicy) -> None:
-        self.manager = CPUOffloadingManager(CPUBackend(PrimaryRegion(NUM_BLOCKS, 64)), policy)
+        self.manager = TieringOffloadingManager(PrimaryRows(CPUBackend(PrimaryRegion(NUM_BLOCKS, 64)), policy))
         self.random = random.Random(5)
         self.memory: dict[int, OffloadKey] = {}
         self.stores: list[tuple[list[OffloadKey], ReqContext]] = []
@@ -154,7 +155,7 @@ class Engine:
         for store in self.stores:
             self.manager.complete_store(*store)
         self.manager.reset_cache()
-        assert self.manager.backend.get_num_free_blocks() == NUM_BLOCKS, "a row was lost"
+        assert self.manager.primary.backend.get_num_free_blocks() == NUM_BLOCKS, "a row was lost"
         self.manager.shutdown()
 
     def _begin_store(self, wanted: list[OffloadKey], context: ReqContext) -> None:
@@ -211,7 +212,7 @@ def test_a_policy_that_does_not_place_its_blocks_is_replaced(caplog: pytest.LogC
 def test_built_in_policies_are_called_directly() -> None:
     for name in BUILT_IN_POLICIES:
         engine = Engine(name)
-        assert not isinstance(engine.manager.policy, CheckedPolicy)
+        assert not isinstance(engine.manager.primary.policy, CheckedPolicy)
         engine.end()
 
 

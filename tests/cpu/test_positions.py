@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tests.performance.policy_hits import documents, hits_of
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_block_hash, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.tiering.manager import TieringOffloadingManager
 
 TOKENS = 16
 
@@ -27,8 +28,8 @@ def key_of(block: Block) -> OffloadKey:
     return make_offload_key(bytes(prefix), group)
 
 
-def opened(policy: str | CachePolicy, num_blocks: int) -> CPUOffloadingManager:
-    return CPUOffloadingManager(CPUBackend(PrimaryRegion(num_blocks, 8)), policy)
+def opened(policy: str | CachePolicy, num_blocks: int) -> TieringOffloadingManager:
+    return TieringOffloadingManager(PrimaryRows(CPUBackend(PrimaryRegion(num_blocks, 8)), policy))
 
 
 def telling(name: str, blocks: list[Block]) -> ReqContext:
@@ -42,7 +43,7 @@ def blocks_of(prompt: tuple[int, ...], groups: int) -> list[Block]:
     return [(prompt[:end], group) for group in range(groups) for end in range(1, len(prompt) + 1)]
 
 
-def evictions(manager: CPUOffloadingManager, count: int) -> Iterator[OffloadKey]:
+def evictions(manager: TieringOffloadingManager, count: int) -> Iterator[OffloadKey]:
     """Yield the keys that go when `count` new requests store a block each."""
     for number in range(count):
         output = manager.prepare_store([make_offload_key(b"\xff%d" % number, 0)], ReqContext(f"new {number}"))
@@ -51,7 +52,7 @@ def evictions(manager: CPUOffloadingManager, count: int) -> Iterator[OffloadKey]
         yield from output.evicted_keys
 
 
-def store(manager: CPUOffloadingManager, blocks: list[Block], context: ReqContext) -> Callable[[], None]:
+def store(manager: TieringOffloadingManager, blocks: list[Block], context: ReqContext) -> Callable[[], None]:
     output = manager.prepare_store([key_of(block) for block in blocks], context)
     assert output is not None
     return lambda: manager.complete_store(output.keys_to_store, context)
@@ -65,7 +66,7 @@ def test_a_head_that_returns_late_goes_after_its_tail(policy: str) -> None:
     store(manager, blocks[2:], telling("one", blocks))()
     for other in range(4):
         store(manager, [((9, other), 0)], ReqContext(f"other {other}"))()
-    assert key_of(blocks[2]) not in manager.blocks
+    assert key_of(blocks[2]) not in manager.primary.blocks
     again = telling("again", blocks)
     for part in (blocks[2:], blocks[:2]):
         store(manager, part, again)()
@@ -89,8 +90,8 @@ def test_no_head_goes_before_its_tail_in_whatever_order_a_request_stores(
     for number, prompt in enumerate(prompts):
         blocks = blocks_of(prompt, groups)
         context = telling(str(number), blocks)
-        present = [key_of(block) for block in blocks if key_of(block) in manager.blocks]
-        absent = [block for block in blocks if key_of(block) not in manager.blocks]
+        present = [key_of(block) for block in blocks if key_of(block) in manager.primary.blocks]
+        absent = [block for block in blocks if key_of(block) not in manager.primary.blocks]
         for end in ends:
             end()
         manager.prepare_load(present, context)
@@ -146,5 +147,5 @@ def test_a_tier_gets_the_blocks_of_all_groups_in_the_order_of_the_prefix() -> No
     output = manager.prepare_store([key_of(block) for block in blocks], context)
     assert output is not None
     assert output.keys_to_store == [key_of(block) for block in blocks], "the engine's order"
-    written = manager.written_blocks(set(output.keys_to_store), context)
+    written = manager.primary.written_by("one", set(output.keys_to_store))
     assert [len(get_offload_block_hash(block.key)) for block in written] == [1, 1, 2, 2, 3, 3]

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.tiering.manager import TieringOffloadingManager
 
 PROMPTS, LENGTH = 5, 4
 NUM_BLOCKS = PROMPTS * LENGTH
@@ -21,15 +22,15 @@ calls = st.lists(st.tuples(st.integers(0, PROMPTS - 1), st.integers(1, LENGTH)),
 """The prompt of a request, and how many blocks of it the request has."""
 
 
-def opened(policy: str) -> CPUOffloadingManager:
-    return CPUOffloadingManager(CPUBackend(PrimaryRegion(NUM_BLOCKS, 8)), policy)
+def opened(policy: str) -> TieringOffloadingManager:
+    return TieringOffloadingManager(PrimaryRows(CPUBackend(PrimaryRegion(NUM_BLOCKS, 8)), policy))
 
 
 def prompt(number: int, length: int = LENGTH) -> list[OffloadKey]:
     return [make_offload_key(b"%d.%d" % (number, index), 0) for index in range(length)]
 
 
-def evictions(manager: CPUOffloadingManager) -> list[OffloadKey]:
+def evictions(manager: TieringOffloadingManager) -> list[OffloadKey]:
     """Return all keys of prompts, in the order in which new requests evict them."""
     gone: list[OffloadKey] = []
     for number in range(NUM_BLOCKS):
@@ -41,10 +42,10 @@ def evictions(manager: CPUOffloadingManager) -> list[OffloadKey]:
     return gone
 
 
-def serve(manager: CPUOffloadingManager, call: tuple[int, int], name: str) -> list[Callable[[], None]]:
+def serve(manager: TieringOffloadingManager, call: tuple[int, int], name: str) -> list[Callable[[], None]]:
     """Serve a request but for the ends of its transfers, which are returned."""
     context, keys = ReqContext(name), prompt(*call)
-    present = [key for key in keys if key in manager.blocks]
+    present = [key for key in keys if key in manager.primary.blocks]
     ready = [key for key in present if manager.lookup(key, context)]
     ends = []
     if ready:
@@ -72,7 +73,7 @@ def test_the_order_of_eviction_is_that_of_uses_in_whatever_order_transfers_end(
             end()
         # A block that is being written cannot be used, so the next request would be another one.
         blocked = number + 1 < len(calls) and not all(
-            later.blocks[key].ref_cnt >= 0 for key in prompt(*calls[number + 1]) if key in later.blocks
+            later.primary.blocks[key].ref_cnt >= 0 for key in prompt(*calls[number + 1]) if key in later.primary.blocks
         )
         while running and (blocked or data.draw(st.booleans())):
             running.pop(data.draw(st.integers(0, len(running) - 1)))()
@@ -88,9 +89,9 @@ def test_a_read_of_a_secondary_tier_is_no_use(policy: str) -> None:
         for end in serve(manager, (number, LENGTH), str(number)):
             end()
     expected = [key for number in range(PROMPTS) for key in reversed(prompt(number))]
-    cascaded = [manager.blocks[key] for key in prompt(0)]
-    manager.pin(cascaded)
-    manager.unpin(cascaded)
+    cascaded = [manager.primary.blocks[key] for key in prompt(0)]
+    manager.primary.pin(cascaded)
+    manager.primary.unpin(cascaded)
     assert evictions(manager) == expected
 
 

@@ -8,11 +8,12 @@ import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.orphans import SWEEP_BLOCKS
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy
 from tiered_kv.cpu.policies.recency import LRUPolicy
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.tiering.manager import TieringOffloadingManager
 
 ROWS = 8 * SWEEP_BLOCKS
 A_REQUEST = 64
@@ -29,13 +30,13 @@ def keys_of(count: int, first: int = 0) -> list[OffloadKey]:
 
 
 @pytest.fixture(params=[*BUILT_IN_POLICIES, f"{__name__}:OldPolicy"])
-def manager(request: pytest.FixtureRequest) -> Iterator[CPUOffloadingManager]:
+def manager(request: pytest.FixtureRequest) -> Iterator[TieringOffloadingManager]:
     region = PrimaryRegion(ROWS, 64)
-    yield CPUOffloadingManager(CPUBackend(region), request.param)
+    yield TieringOffloadingManager(PrimaryRows(CPUBackend(region), request.param))
     region.close()
 
 
-def store(manager: CPUOffloadingManager, keys: list[OffloadKey], name: str = "") -> int:
+def store(manager: TieringOffloadingManager, keys: list[OffloadKey], name: str = "") -> int:
     """Store blocks as requests do, and return how many were stored."""
     stored = 0
     for first in range(0, len(keys), A_REQUEST):
@@ -51,46 +52,49 @@ def store(manager: CPUOffloadingManager, keys: list[OffloadKey], name: str = "")
     return stored
 
 
-def found(manager: CPUOffloadingManager, keys: list[OffloadKey]) -> int:
-    return sum(manager.lookup(key, ReqContext("look")) is True for key in keys)
+def found(manager: TieringOffloadingManager, keys: list[OffloadKey]) -> int:
+    context = ReqContext("look")
+    hits = sum(manager.lookup(key, context) is True for key in keys)
+    manager.on_request_finished(context)
+    return hits
 
 
 def test_a_reset_frees_few_rows_and_the_steps_after_it_the_others(
-    manager: CPUOffloadingManager, monkeypatch: pytest.MonkeyPatch
+    manager: TieringOffloadingManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = keys_of(ROWS)
     assert store(manager, keys) == ROWS
     freed: list[int] = []
-    free_all = manager.backend.free_all
+    free_all = manager.primary.backend.free_all
 
     def count(blocks: list[CPUBlock]) -> None:
         freed.append(len(blocks))
         free_all(blocks)
 
-    monkeypatch.setattr(manager.orphans, "_free", count)
+    monkeypatch.setattr(manager.primary.orphans, "_free", count)
     manager.reset_cache()
     assert sum(freed) <= SWEEP_BLOCKS
     assert found(manager, keys) == 0
-    assert manager.snapshot()["used_blocks"] == 0
-    while manager.orphans.exist:
+    assert manager.primary.snapshot()["used_blocks"] == 0
+    while manager.primary.orphans.exist:
         freed.clear()
         manager.on_schedule_end()
         assert sum(freed) <= SWEEP_BLOCKS
-    assert manager.backend.get_num_free_blocks() == ROWS
-    assert len(manager.policy) == 0
+    assert manager.primary.backend.get_num_free_blocks() == ROWS
+    assert len(manager.primary.policy) == 0
 
 
-def test_all_rows_can_be_used_at_once_after_a_reset(manager: CPUOffloadingManager) -> None:
+def test_all_rows_can_be_used_at_once_after_a_reset(manager: TieringOffloadingManager) -> None:
     for number in range(4):
         keys = keys_of(ROWS, number * ROWS // 2)  # half of them are stored again, before their old rows are free
         assert store(manager, keys, str(number)) == ROWS
         assert found(manager, keys) == ROWS
-        assert manager.evicted_blocks == 0
+        assert manager.primary.evicted_blocks == 0
         manager.reset_cache()
         assert found(manager, keys) == 0
 
 
-def test_rows_in_use_at_a_reset_are_free_once_their_transfers_end(manager: CPUOffloadingManager) -> None:
+def test_rows_in_use_at_a_reset_are_free_once_their_transfers_end(manager: TieringOffloadingManager) -> None:
     keys = keys_of(ROWS)
     store(manager, keys[: ROWS // 2])
     reads, writes = keys[:32], keys[ROWS // 2 : ROWS // 2 + 32]
@@ -105,24 +109,24 @@ def test_rows_in_use_at_a_reset_are_free_once_their_transfers_end(manager: CPUOf
     manager.on_new_request(again)
     assert manager.prepare_store([*reads, *writes], again).keys_to_store == []  # type: ignore[union-attr]
     store(manager, keys_of(ROWS, 10 * ROWS))
-    used = {block.block_id for block in manager.blocks.values()}
+    used = {block.block_id for block in manager.primary.blocks.values()}
     assert used.isdisjoint(loaded | written)
     manager.complete_load(reads, context)
     manager.complete_store(writes, context)
     assert found(manager, [*reads, *writes]) == 0
-    while manager.orphans.exist:
+    while manager.primary.orphans.exist:
         manager.on_schedule_end()
-    assert len(manager.blocks) + manager.backend.get_num_free_blocks() == ROWS
+    assert len(manager.primary.blocks) + manager.primary.backend.get_num_free_blocks() == ROWS
 
 
-def test_a_second_reset_comes_while_the_rows_of_the_first_are_not_free(manager: CPUOffloadingManager) -> None:
+def test_a_second_reset_comes_while_the_rows_of_the_first_are_not_free(manager: TieringOffloadingManager) -> None:
     keys = keys_of(ROWS)
     store(manager, keys)
     manager.reset_cache()
     store(manager, keys[: ROWS // 2])
     manager.reset_cache()
     assert found(manager, keys) == 0
-    while manager.orphans.exist:
+    while manager.primary.orphans.exist:
         manager.on_schedule_end()
-    assert manager.backend.get_num_free_blocks() == ROWS
+    assert manager.primary.backend.get_num_free_blocks() == ROWS
     assert store(manager, keys) == ROWS

@@ -11,8 +11,8 @@ from tests.performance.bench import InstantTier, block_key
 from tests.support.obedient import BLOCK_BYTES, Engine, get, put, stack_of
 from tests.support.pages import tier_metrics, undescribed
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.metrics.counters import LABELS_MAX, OTHER, Counters, flat_counts
 from tiered_kv.metrics.histogram import INFINITY, Histogram, quantile
 from tiered_kv.metrics.metric import TOTAL, Metric
@@ -109,7 +109,7 @@ def test_jobs_that_an_engine_collects_before_its_lookups_count_in_the_time_of_it
             return super().get_finished()
 
     region = PrimaryRegion(16, 4096)
-    primary = CPUOffloadingManager(CPUBackend(region), "lru")
+    primary = PrimaryRows(CPUBackend(region), "lru")
     manager = TieringOffloadingManager(primary, [SlowTier(region.kv_view)], block_tokens=16, clock=lambda: now_s)
     for _ in range(EVERY_STEPS + 1):
         manager.poll()
@@ -120,7 +120,7 @@ def test_jobs_that_an_engine_collects_before_its_lookups_count_in_the_time_of_it
 
 
 def test_restored_tokens_are_those_of_the_group_that_loads_most() -> None:
-    primary = CPUOffloadingManager(CPUBackend(PrimaryRegion(16, 4096)), "lru")
+    primary = PrimaryRows(CPUBackend(PrimaryRegion(16, 4096)), "lru")
     engine = Engine(TieringOffloadingManager(primary, [], block_tokens=16))
     keys = [*make_keys(8), *make_keys(3, group_idx=1)]
     context = engine.begin("request")
@@ -133,7 +133,7 @@ def test_restored_tokens_are_those_of_the_group_that_loads_most() -> None:
 
 def test_a_manager_measures_its_steps_jobs_and_lookups() -> None:
     region = PrimaryRegion(64, 4096)
-    primary = CPUOffloadingManager(CPUBackend(region), "lru")
+    primary = PrimaryRows(CPUBackend(region), "lru")
     engine = Engine(TieringOffloadingManager(primary, [InstantTier(region.kv_view)], block_tokens=16))
     for number in range(2 * EVERY_STEPS + 1):
         stored, context = [block_key(number)], engine.begin(f"request-{number}")

@@ -18,8 +18,8 @@ from functools import partial
 from tests.performance.bench import Act, InstantTier, block_key, command_line, handle, load, store
 from tiered_kv.base import OffloadingManager, OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 REQUEST_KEYS = 512
@@ -30,7 +30,7 @@ BLOCK_BYTES = 4096
 def opened(policy: str, count: int) -> Iterator[TieringOffloadingManager]:
     """Give a manager over a primary tier of `count` blocks."""
     region = PrimaryRegion(count, BLOCK_BYTES)
-    primary = CPUOffloadingManager(CPUBackend(region), policy)
+    primary = PrimaryRows(CPUBackend(region), policy)
     manager = TieringOffloadingManager(primary, [InstantTier(region.kv_view)])
     try:
         yield manager

@@ -23,9 +23,10 @@ from pathlib import Path
 from tests.performance.bench import command_line
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock, RequestChain
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.policies.recency import ARCPolicy
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.workload.request import ChatWorkload
 from tiered_kv.workload.trace import read_trace
 
@@ -48,12 +49,12 @@ def hits_of(prompts: Sequence[Prompt], policy: str, num_blocks: int) -> int:
     return hits
 
 
-def open_manager(policy: str, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> CPUOffloadingManager:
+def open_manager(policy: str, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> TieringOffloadingManager:
     backend = CPUBackend(PrimaryRegion(num_blocks, BLOCK_BYTES))
-    return CPUOffloadingManager(backend, OTHERS.get(policy, policy), clock=clock)
+    return TieringOffloadingManager(PrimaryRows(backend, OTHERS.get(policy, policy)), clock=clock)
 
 
-def serve(manager: CPUOffloadingManager, ids: Prompt, context: ReqContext) -> int:
+def serve(manager: TieringOffloadingManager, ids: Prompt, context: ReqContext) -> int:
     """Serve one request alone, and return how many of its blocks it finds before the first that is absent."""
     found, absent = begin(manager, ids, context)
     manager.complete_load(found, context)
@@ -67,7 +68,9 @@ def serve(manager: CPUOffloadingManager, ids: Prompt, context: ReqContext) -> in
     return len(found)
 
 
-def begin(manager: CPUOffloadingManager, ids: Prompt, context: ReqContext) -> tuple[list[OffloadKey], list[OffloadKey]]:
+def begin(
+    manager: TieringOffloadingManager, ids: Prompt, context: ReqContext
+) -> tuple[list[OffloadKey], list[OffloadKey]]:
     """Begin a request; return the keys before the first that is absent, whose load is prepared, and the others."""
     manager.on_new_request(context)
     keys = [make_offload_key(block_id.to_bytes(8, "big"), 0) for block_id in ids]

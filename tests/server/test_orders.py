@@ -15,7 +15,7 @@ from tests.support.faulty import Gate, HeldJobsTier
 from tests.support.host_server import BLOCK_BYTES, Engine, keys_of, server_process, serving, stack_of
 from tests.support.stacks import Register
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.backend import CPUBlock, RequestChain
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink
@@ -110,7 +110,7 @@ def test_an_engine_is_told_of_blocks_that_it_waits_for_after_others_have_come() 
     host.sessions["an engine"] = session
 
     def write(keys: list[OffloadKey]) -> list[CPUBlock]:
-        chain = primary.chain_of(ReqContext("another"))
+        chain = RequestChain()
         blocks = primary.allocate(keys, "another", chain, [])
         assert blocks is not None
         for block in blocks:

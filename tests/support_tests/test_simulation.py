@@ -16,7 +16,7 @@ from tests.support.simulation.scenario import ACTIONS
 from tests.support.simulation.simulation import Simulation
 from tests.support.simulation.tiers import SimulatedToolkitTier
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.metrics.counters import flat_counts
 from tiered_kv.reasons import Reason
 from tiered_kv.tiering.base import JobResult
@@ -127,8 +127,8 @@ def finish_early(
 def release_at_once(promotions: Promotions, job: SubmittedJob) -> None:
     for block in job.blocks:
         promotions._drop(block, Reason.FAILED)
-        promotions.primary.forget(block)
-        promotions.primary.backend.free(block)
+        promotions._rows.forget(block)
+        promotions._rows.backend.free(block)
 
 
 def end_of_any(queue: PartQueue, part: Part, end: Callable[..., object] = PartQueue.end) -> bool:
@@ -168,7 +168,7 @@ DEFECTS: dict[str, tuple[list[tuple[object, str, object]], str]] = {
         "is not there to be found",
     ),
     "a request that stores after a reset": (
-        [(CPUOffloadingManager, "is_outdated", lambda *_: False)],
+        [(PrimaryRows, "is_outdated", lambda *_: False)],
         "blocks of old weights are stored",
     ),
     "a request that waits without a bound": (

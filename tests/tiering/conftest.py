@@ -20,8 +20,8 @@ from tiered_kv.base import (
 )
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.tiering.account import EventSink
@@ -139,7 +139,7 @@ class Bench:
         self.clock = ManualClock()
         self.clock.advance(-self.clock() % 1.0)  # from a whole second on, sums of half seconds are exact
         self.region = PrimaryRegion(num_blocks, BLOCK_BYTES)
-        self.primary = CPUOffloadingManager(CPUBackend(self.region), enable_events=True)
+        self.primary = PrimaryRows(CPUBackend(self.region), enable_events=True)
         settings = [TierSettings.model_validate({"type": f"tier{at}", **each}) for at, each in enumerate(tiers)]
         self.tiers: list[ManualTier] = [of_type(self.region.kv_view, each.type) for each in settings]
         for tier in self.tiers:

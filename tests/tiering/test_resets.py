@@ -9,8 +9,8 @@ import pytest
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import OffloadPolicy, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.tiering.audit.audit import AuditRules
@@ -107,8 +107,8 @@ def test_lookups_cost_a_check_only_while_requests_from_before_a_reset_run(bench:
         bench.manager.on_request_finished(each)
     bench.step()
     assert bench.calls_of_a_hit(keys(2)[0]) == 1
-    assert not bench.primary.outdated
-    assert not bench.primary.load_skippers
+    assert not any(bench.manager.loads_nothing(request) for request in (running, storing))
+    assert not any(bench.manager.is_outdated(request) for request in (running, storing))
 
 
 def test_a_request_that_is_forgotten_stays_outdated(make_bench: MakeBench) -> None:
@@ -140,7 +140,7 @@ def test_the_audit_compares_no_block_of_a_request_from_before_a_reset() -> None:
     """With the facade a block is found by one request, and stored by another."""
     region = PrimaryRegion(16, 64)
     rules = AuditRules(share=1.0, tolerance=0.0, stops=True)
-    manager = AuditedManager(rules, CPUOffloadingManager(CPUBackend(region)))
+    manager = AuditedManager(rules, PrimaryRows(CPUBackend(region)))
     running, asking = ReqContext("put-0"), ReqContext("get-1")
     manager.on_new_request(running)
     manager.reset_cache()
@@ -169,7 +169,7 @@ def test_requests_without_an_id_go_on(bench: Bench) -> None:
 
 def test_the_history_tells_why_an_old_request_found_nothing() -> None:
     region, history = PrimaryRegion(8, 64), BlockHistory(1 << 10, ["cpu"], [None], blocks=[8])
-    manager = TieringOffloadingManager(CPUOffloadingManager(CPUBackend(region)), history=history)
+    manager = TieringOffloadingManager(PrimaryRows(CPUBackend(region)), history=history)
     running = ReqContext("running")
     manager.on_new_request(running)
     manager.reset_cache()
@@ -181,7 +181,7 @@ def test_the_history_tells_why_an_old_request_found_nothing() -> None:
 
 def test_a_primary_tier_alone_keeps_old_requests_out() -> None:
     region = PrimaryRegion(8, 64)
-    manager = CPUOffloadingManager(CPUBackend(region))
+    manager = TieringOffloadingManager(PrimaryRows(CPUBackend(region)))
     running, later = ReqContext("running"), ReqContext("later")
     manager.on_new_request(running)
     manager.reset_cache()

@@ -86,16 +86,17 @@ def test_a_request_that_skips_the_load_finds_nothing_and_promotes_nothing(bench:
     assert bench.calls_of_a_hit(keys(0)[0]) == 1, "without such a request a lookup costs what it did"
 
 
-def test_the_primary_tier_alone_keeps_the_hints_too(bench: Bench) -> None:
+def test_the_primary_tier_alone_keeps_the_hints_too(make_bench: MakeBench) -> None:
+    bench = make_bench()
     bench.store(keys(0), bench.request("before"))
     context = ReqContext("a", {HINTS_KEY: {"skip": ["load", "store"]}})
-    bench.primary.on_new_request(context)
-    assert bench.primary.lookup(keys(0)[0], context) is False
-    output = bench.primary.prepare_store(keys(1), context)
+    bench.manager.on_new_request(context)
+    assert bench.manager.lookup(keys(0)[0], context) is False
+    output = bench.manager.prepare_store(keys(1), context)
     assert output is not None
     assert output.keys_to_store == []
-    bench.primary.on_request_finished(context)
-    assert bench.primary.lookup(keys(0)[0], context)
+    bench.manager.on_request_finished(context)
+    assert bench.manager.lookup(keys(0)[0], context)
 
 
 def test_bad_hints_change_nothing_and_are_counted(bench: Bench) -> None:

@@ -20,8 +20,8 @@ from tests.support.redis_servers import RedisServer
 from tests.support.s3_servers import S3Server
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.faults import FailingTier, PromptTier
 from tiered_kv.testing.model import RowLedger, StackUnderTest, WatchedTier
@@ -114,7 +114,7 @@ def open_stack_over(
             faults[f"{name} hangs"] = partial(switch_gate, gate)
             faults[f"{name} fails"] = partial(setattr, failing, "failing")
         manager = (partial(AuditedManager, audit) if audit else TieringOffloadingManager)(
-            CPUOffloadingManager(CPUBackend(region), policy),
+            PrimaryRows(CPUBackend(region), policy),
             tiers,
             settings=[
                 TierSettings(type=f"tier-{number}", store_budget=8 * BLOCK_BYTES, fill_on_promotion=number == 0)
@@ -138,7 +138,7 @@ def open_stack_over_blocking_tier(directory: Path) -> StackUnderTest:
         smallest_with_reset(TierSpec("blocking", BLOCK_BYTES, NAMESPACE), region.kv_view, directory), gate
     )
     manager = TieringOffloadingManager(
-        CPUOffloadingManager(CPUBackend(region)),
+        PrimaryRows(CPUBackend(region)),
         [blocking],
         settings=[TierSettings(type="tier", store_budget=8 * BLOCK_BYTES)],
         clock=clock,

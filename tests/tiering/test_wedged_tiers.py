@@ -15,8 +15,8 @@ from tests.support.faulty import FourMethodTier, Gate, HangingTier, HeldJobsTier
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import ManualClock, wait_until
 from tiered_kv.testing.model import StackModel, StackUnderTest
@@ -52,7 +52,7 @@ class Engine(StackModel):
     def __init__(self, wrap: Wrap, gate: Gate, clock: ManualClock) -> None:
         region = PrimaryRegion(NUM_BLOCKS, BLOCK_BYTES)
         manager = TieringOffloadingManager(
-            CPUOffloadingManager(CPUBackend(region), enable_events=True),
+            PrimaryRows(CPUBackend(region), enable_events=True),
             [wrap(FourMethodTier(None, region.kv_view, "tier"))],
             settings=[LIMITS],
             clock=clock,

@@ -13,8 +13,8 @@ from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier, Lie, LyingT
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.faults import JobWrapperTier
@@ -72,7 +72,7 @@ def open_rig(closing: ExitStack) -> OpenRig:
         below = AtOnceTier(None, region.kv_view, "below")
         below.blocks.update(blocks or {})
         settings = TierSettings(type="below", store_budget=store_budget)
-        manager = TieringOffloadingManager(CPUOffloadingManager(CPUBackend(region)), [wrap(below)], settings=[settings])
+        manager = TieringOffloadingManager(PrimaryRows(CPUBackend(region)), [wrap(below)], settings=[settings])
         closing.callback(manager.shutdown)
         return Rig(region, below, manager)
 

@@ -6,7 +6,7 @@ transfer uses is neither evicted nor unmapped, and a block that is being written
 
 region    the memory: one mapping, divided into rows
 backend   which rows are free, and the state of each block
-manager   the row of each key, its pins, and evictions
+rows      the row of each key, its pins, and evictions
 orphans   blocks from before a reset, until their rows are free
 policies  which block is evicted next
 """

@@ -1,6 +1,6 @@
 """Blocks from before a reset: their keys are forgotten, and their rows become free in later steps.
 
-The primary tier's manager makes one object a reset, and calls it on its thread. A reset takes as long with a million
+`PrimaryRows` makes one object, and calls it on the manager's thread. A reset takes as long with a million
 rows as with ten: it hands over the index as it is, and `sweep` frees the rows later. A row that is needed sooner is
 freed sooner. A row that a transfer uses waits for the transfer's end.
 """
@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
 
 SWEEP_BLOCKS: Final = 512
 """Blocks of a sweep, which takes half a millisecond."""
+
+
+class RowsOwner(Protocol):
+    """Is told which blocks the primary tier loses, as `BlockHistory` is."""
+
+    def evicted(self, keys: Collection[OffloadKey]) -> None:
+        """Take note of blocks that were evicted."""
+
+    def swept(self, keys: Collection[OffloadKey]) -> None:
+        """Take note of blocks from before a reset that a sweep has come to."""
 
 
 class Orphans:
@@ -30,7 +40,7 @@ class Orphans:
     Attributes:
         exist: Whether there are any; hot paths look at it.
         unswept: The indexes of which a sweep has not seen each block, the oldest first.
-        on_swept: If set, it is called with keys that a sweep has come to.
+        owner: Is told which keys a sweep has come to; optional.
     """
 
     def __init__(self, free: Callable[[Collection[CPUBlock]], None]) -> None:
@@ -39,7 +49,7 @@ class Orphans:
         self.unswept: deque[dict[OffloadKey, CPUBlock]] = deque()
         self._remains: deque[dict[Any, Any]] = deque()
         self.exist = False
-        self.on_swept: Callable[[list[OffloadKey]], None] | None = None
+        self.owner: RowsOwner | None = None
 
     def __contains__(self, key: OffloadKey) -> bool:
         return self.get(key) is not None
@@ -93,8 +103,8 @@ class Orphans:
             unused = [block for _, block in swept if not block.ref_cnt]
             self._free(unused)
             freed += len(unused)
-            if self.on_swept is not None:
-                self.on_swept([key for key, _ in swept])
+            if self.owner is not None:
+                self.owner.swept([key for key, _ in swept])
         self._note()
         return freed
 

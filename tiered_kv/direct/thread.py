@@ -28,7 +28,7 @@ from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.metric import Metric
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.guarded import GuardedTier
-from tiered_kv.tiering.search import ask_tier
+from tiered_kv.tiering.many_lookups import ask_tier
 from tiered_kv.tiering.uses import TOLD_AT_ONCE
 
 _log = logging.getLogger(__name__)

@@ -88,7 +88,7 @@ PRIMARY: Final = table(
         SHORT_SECONDS,
     ),
 )
-"""Of the primary tier: the `snapshot` of `CPUOffloadingManager`, `PrimaryAccount` and `EngineCost`."""
+"""Of the primary tier: the `snapshot` of `PrimaryRows`, `RequestTable`, `PrimaryAccount` and `EngineCost`."""
 
 HISTORY: Final = table(
     Metric("blocks_total", "Blocks that requests asked for.", ("result",), values=_each("hit", "miss")),

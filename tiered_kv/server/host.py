@@ -17,7 +17,6 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
-from tiered_kv.cpu.manager import CHAINS_MAX
 from tiered_kv.errors import ResourceError
 from tiered_kv.metrics.series import Snapshot, numbers
 from tiered_kv.metrics.vocabulary import SERVER
@@ -29,6 +28,7 @@ from tiered_kv.server.reset_file import ResetFile
 from tiered_kv.server.session_request import RowIndex
 from tiered_kv.stack.open import EngineStack
 from tiered_kv.tiering.pace import EngineCost
+from tiered_kv.tiering.requests import STATES_MAX
 
 if TYPE_CHECKING:
     from tiered_kv.stack.exporters.status import Observed
@@ -46,7 +46,7 @@ LEASES_MAX_SHARE: Final = 3 / 4
 """The leases of all sessions together take this share of the rows at most, so that stores find room."""
 REQUESTS_MAX: Final = 50_000
 """Requests of a session."""
-REQUESTS_ALL_MAX: Final = CHAINS_MAX
+REQUESTS_ALL_MAX: Final = STATES_MAX
 """Requests of all sessions together: as many as the primary tier knows to be older than a reset."""
 KEYS_MAX: Final = 1 << 22
 """Keys of all requests of a session."""
@@ -216,9 +216,8 @@ class Host:
     def is_busy(self) -> bool:
         """Whether the next step may find something without a message."""
         has_jobs = self.manager.jobs_in_flight or (self._history is not None and self._history.has_work)
-        return (
-            bool(has_jobs) or self.manager.is_sweeping or any(session.is_waiting for session in self.sessions.values())
-        )
+        is_sweeping = self.manager.primary.is_sweeping
+        return bool(has_jobs) or is_sweeping or any(session.is_waiting for session in self.sessions.values())
 
     def welcome(self) -> Welcome:
         usable = self.config.primary_blocks if self.region.is_allocating else max(1, self.region.ready_rows)

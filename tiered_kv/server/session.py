@@ -281,7 +281,7 @@ class Session:
         codes, first, index = request.codes, request.answered, self.host.index
         if request.epoch != self.host.epoch or request.context.kv_transfer_params:  # it may skip loads
             self._introduce(request)
-        if request.context.req_id in self.host.manager.primary.load_skippers:
+        if self.host.manager.loads_nothing(request.context):
             self._end_prefix(request, first)
             self._answer(request, [])
             return

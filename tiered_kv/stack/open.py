@@ -20,8 +20,8 @@ from tiered_kv.config.secrets import error_text
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.series import CounterView, Snapshot
@@ -129,9 +129,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             if self.events is not None:
                 undo.callback(self.events.close)
             reports_events = enable_events or self.events is not None
-            primary = CPUOffloadingManager(
-                backend, config.primary.policy, enable_events=reports_events, hints=config.hints
-            )
+            primary = PrimaryRows(backend, config.primary.policy, enable_events=reports_events)
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(shut_down, self.secondary_tiers, config)
             for settings in config.secondary:
@@ -147,6 +145,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
                 self.secondary_tiers,
                 settings=config.secondary,
                 limits=limits_of(config),
+                hints=config.hints,
                 block_tokens=config.block.tokens,
                 compute_block_s=config.compute_block_s,
                 history=self.history,
@@ -235,8 +234,8 @@ class EngineStack(AnyStack):
         return self._manager
 
     @property
-    def primary(self) -> CPUOffloadingManager:
-        """The primary tier's manager. It belongs to the same thread."""
+    def primary(self) -> PrimaryRows:
+        """The primary tier. It belongs to the same thread."""
         return self._manager.primary
 
     @property

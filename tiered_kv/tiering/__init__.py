@@ -7,13 +7,17 @@ every waiting of a request has a limit, and a tier that fails or hangs costs its
 
 base          the contract of a secondary tier: jobs, results, lookups
 interface     the contract of a manager, for engines and programs
-manager       the calls of the engine, in the order of a step
+engine_calls  the calls of an engine in its steps
+manager       the whole manager: with a program's and a host's calls, resets and the end
 requests      the state of each request, and the manager's limits
+many_lookups  lookups of many blocks in one call
 search        asking the tiers, in order, for a block that the primary tier lacks
+search_owner  who is told what requests ask for
 prefetch      promotions that begin before a request looks its blocks up
 pace          whether a load arrives sooner than the engine computes
 cascade       offering blocks to the tiers, and storing those that they select
 promotions    loading blocks from the tiers, and holding them for requests
+tiers         the tiers together
 guarded       one tier with its budgets, breaker, admission and deadlines
 budget        blocks in flight in one direction, and their limit
 breaker       keeps jobs and lookups from a tier that fails

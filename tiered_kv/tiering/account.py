@@ -10,12 +10,11 @@ import logging
 import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Final, Protocol
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, group_of
 from tiered_kv.config.settings import PRIMARY_NAME
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.errors import TierError
 from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.histogram import BYTES, SECONDS, SHORT_SECONDS, Histogram
@@ -287,7 +286,7 @@ class PrimaryAccount:
 
     def __init__(
         self,
-        primary: CPUOffloadingManager,
+        rows: PrimaryRows,
         accounts: Sequence[TierAccount],
         history: BlockHistory | None,
         event_sink: EventSink | None,
@@ -295,14 +294,13 @@ class PrimaryAccount:
     ) -> None:
         self._stored_blocks = self._loaded_blocks = 0
         self._loaded_by_group: Counter[bytes] = Counter()  # an engine loads a token once for each of its groups
-        self._primary = primary
+        self._rows = rows
         self._accounts = accounts
         self._history = history
         self._event_sink = event_sink
         self._block_tokens = block_tokens
         if history is not None:
-            primary.on_evicted = history.evict
-            primary.orphans.on_swept = partial(history.note, CPU, Fate.RESET)
+            rows.tell(history)
 
     def loaded(self, keys: Collection[OffloadKey], log: RequestLog | None, sources: Mapping[OffloadKey, str]) -> None:
         """Record blocks that a request loads, and the tiers of promoted ones; with a history, it has a log."""
@@ -332,7 +330,7 @@ class PrimaryAccount:
             self._history.reset(CPU)
 
     def _counts(self) -> dict[str, int]:
-        block_bytes = self._primary.backend.block_size
+        block_bytes = self._rows.backend.block_size
         return {
             "stored_blocks_total": self._stored_blocks,
             "stored_bytes_total": self._stored_blocks * block_bytes,
@@ -355,7 +353,7 @@ class PrimaryAccount:
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events of all tiers since the last call."""
-        events = list(self._primary.take_events())
+        events = self._rows.take_events()
         for account in self._accounts:
             events += account.take_events()
         return events
@@ -370,7 +368,7 @@ class PrimaryAccount:
     def publish_reset(self) -> None:
         """Report to the sink that every block of every tier was removed."""
         if self._event_sink is not None:
-            self._primary.take_events()  # one event for each block, which `clear` replaces
+            self._rows.take_events()  # one event for each block, which `clear` replaces
             self._event_sink.clear()
 
     def settle(self) -> None:

@@ -1,4 +1,8 @@
-"""Prefetches: promotions that begin before a request looks its blocks up, for example while it is queued."""
+"""Prefetches: promotions that begin before a request looks its blocks up, for example while it is queued.
+
+The manager begins and ends them, and lets them ask at each step's end, all on its thread. What must stay true: all of
+them together look up few keys in a step, and take a part of the room only.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from tiered_kv.base import OffloadingManager, OffloadKey
+from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.system.threads import STEP
 from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import RequestState
 from tiered_kv.tiering.search import Search
@@ -35,8 +41,8 @@ class Prefetches:
     blocks that are needed sooner.
     """
 
-    def __init__(self, manager: OffloadingManager, promotions: Promotions, search: Search) -> None:
-        self._manager = manager
+    def __init__(self, rows: PrimaryRows, promotions: Promotions, search: Search) -> None:
+        self._rows = rows
         self._promotions = promotions
         self._search = search
         self.running: dict[RequestState, _Prefetch] = {}
@@ -55,6 +61,7 @@ class Prefetches:
 
     def ask(self) -> None:
         """Look up the keys of a step."""
+        STEP.begin()
         left = PREFETCH_KEYS
         ended = []
         for state, prefetch in tuple(itertools.islice(self.running.items(), PREFETCH_KEYS)):
@@ -97,12 +104,17 @@ class Prefetches:
         missed = 0
         with self._search.ahead(state):
             for index, key in enumerate(keys):
-                answer = self._manager.lookup(key, state.req_context)
+                block = self._rows.blocks.get(key)
+                if block is not None and block.ref_cnt >= 0 and state.lookups.misses_all is None:
+                    block.step = self._rows.step
+                    self._promotions.keep(block, state)
+                    continue
+                answer = self._search.below(key, block, state.req_context)
                 if answer is None:
                     if key not in state.loads.promoting:
                         waiting.append(key)
-                elif answer:
-                    self._promotions.keep(self._promotions.primary.blocks[key], state)
+                elif answer and block is not None:
+                    self._promotions.keep(block, state)
                 else:
                     missed = len(keys) - index
                     break

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.reasons import Learning, Reason, TooSlow
 from tiered_kv.tiering.base import JobResult
+from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.pace import EngineCost, computed_blocks
 from tiered_kv.tiering.requests import RequestState
@@ -40,19 +41,19 @@ class Promotions:
 
     A promoted block is pinned for each waiting request (a *hold*) until the request loads it or ends, or until the hold
     expires. Without holds a full primary tier could evict the block before its use, and the request would promote it
-    again, for ever. `on_loaded` is called with a load that has ended, and the blocks that are now ready.
+    again, for ever. Blocks that are ready are offered to the cascade: tiers above their own may want them.
     """
 
     def __init__(
         self,
-        primary: CPUOffloadingManager,
+        rows: PrimaryRows,
+        cascade: Cascade,
         blocks_max: int,
         hold_s: float,
         clock: Callable[[], float],
-        on_loaded: Callable[[SubmittedJob, list[CPUBlock]], None],
     ) -> None:
-        self.primary = primary
-        self._on_loaded = on_loaded
+        self._rows = rows
+        self._cascade = cascade
         self.blocks_max = blocks_max
         self.released_holds = 0
         self._hold_s = hold_s
@@ -80,10 +81,11 @@ class Promotions:
             return may_wait
         if guarded.load_room() <= 0:
             return guarded.loads.will_grow
-        if self.primary.orphans.exist and key in self.primary.orphans:
+        rows = self._rows
+        if rows.is_orphaned(key):
             return False
-        chain = self.primary.chain_of(state.req_context)
-        blocks = self.primary.allocate([key], PROMOTION, chain, [])
+        chain = state.chain_in(state.req_context)
+        blocks = rows.allocate([key], PROMOTION, chain, [])
         if blocks is None:
             return may_wait
         chain.extend(blocks)
@@ -119,7 +121,7 @@ class Promotions:
     def keep(self, block: CPUBlock, state: RequestState) -> None:
         """Hold a ready block for a request, as if it had been promoted for it, if there is room."""
         if block.key not in state.loads.held and self.blocks_taken < self.blocks_max:
-            self.primary.pin([block])
+            self._rows.pin([block])
             self._hold(block, [state], self._clock() + self._hold_s)
 
     def submit(self) -> None:
@@ -175,13 +177,13 @@ class Promotions:
                 guarded.note_too_slow(asked_for, slow_reason)
         for block in blocks:
             self._drop(block, reason)
-        self.primary.abandon(blocks)
+        self._rows.abandon(blocks)
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
         """Make the blocks of a load ready, or give them back."""
         if job.is_expired:
             for block in job.blocks:
-                self.primary.backend.free(block)
+                self._rows.backend.free(block)
             return
         ok = job.loaded_keys(result)
         ready, until_s = [], self._clock() + self._hold_s
@@ -190,16 +192,16 @@ class Promotions:
                 ready.append(block)
             else:
                 self._drop(block, result.cause)
-                self.primary.abandon([block])
-        self.primary.note_stored([block.key for block in ready])
+                self._rows.abandon([block])
+        self._rows.note_stored([block.key for block in ready])
         if ready:
-            self._on_loaded(job, ready)
+            self._cascade.offer_promoted(ready, job.metadata.req_context)
 
     def expired(self, job: SubmittedJob) -> None:
         """Make the keys of an expired load misses. The blocks stay with the job until the tier reports it."""
         for block in job.blocks:
             self._drop(block, Reason.EXPIRED)
-            self.primary.forget(block)
+            self._rows.forget(block)
 
     def release(self, state: RequestState, keys: Iterable[OffloadKey] | None = None) -> None:
         """End holds of a request: on `keys`, which it loads, or by default on all blocks."""
@@ -217,7 +219,7 @@ class Promotions:
             holders = self._held.pop(block.block_id) - 1
             if holders:
                 self._held[block.block_id] = holders
-        self.primary.unpin(blocks)
+        self._rows.unpin(blocks)
 
     def release_overdue(self, now_s: float) -> None:
         """End expired holds."""
@@ -243,7 +245,7 @@ class Promotions:
                 else:
                     guarded.loads.reserved_blocks -= 1
                     del self._table[promotion.block.key]
-                    self.primary.abandon([promotion.block])
+                    self._rows.abandon([promotion.block])
         self.release(state)
 
     def reset(self) -> None:
@@ -257,7 +259,7 @@ class Promotions:
         batches, self.batches = self.batches, {}
         for (guarded, _), promotions in batches.items():
             guarded.loads.reserved_blocks -= len(promotions)
-            self.primary.abandon([promotion.block for promotion in promotions])
+            self._rows.abandon([promotion.block for promotion in promotions])
 
     def _worth(self, keys: Sequence[OffloadKey], guarded: GuardedTier, state: RequestState, backlog_s: float) -> int:
         """Return how many blocks of a batch are worth loading: they arrive before the engine would have computed them.
@@ -317,7 +319,7 @@ class Promotions:
             return False
         del self._table[key]
         waiters = promotion.waiters
-        self.primary.commit([block], pins=len(waiters))
+        self._rows.commit([block], pins=len(waiters))
         for state in waiters:
             state.loads.promoting.pop(key, None)
             state.loads.sources[key] = block.source

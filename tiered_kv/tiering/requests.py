@@ -1,20 +1,32 @@
-"""The state of each request, and the limits of the manager."""
+"""The state of each request, and the limits of the manager.
+
+The manager, `Search`, `Prefetches` and `Promotions` read and write it, on the manager's thread. What must stay true: a
+request that began before a reset stores and loads nothing, and the state of a request that never ends is forgotten.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.backend import CPUBlock, RequestChain
+from tiered_kv.hints import HintReader, Hints
 from tiered_kv.metrics.history.ledger import RequestLog
 from tiered_kv.reasons import Fate, Reason
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import EngineCost
 
+STATES_MAX = 100_000
+"""Limit of requests whose state is kept, and of outdated ones; beyond it the oldest is forgotten."""
 PAUSE_S_MAX = 1.0
 """The most that counts as waiting between two lookups: an engine that does not ask for longer does not wait."""
+
+
+_PINS_MAX = 1 << 29
+"""More pins than a block has."""
+_NO_HINTS = Hints()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +39,7 @@ class ManagerLimits:
     wait_max_s: float = 30.0
     """How long a request may be answered None until it loads a block that it waited for. After that, blocks that are
     not ready are misses for it until it ends. Its end waits as long for its last stores."""
-    requests_max: int = 100_000  # whose state is kept; the oldest is forgotten first
+    requests_max: int = STATES_MAX  # whose state is kept; the oldest is forgotten first
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +144,15 @@ class RequestState:
     """Whether the engine has finished it; its last stores are still in flight."""
     log: RequestLog | None = None
     """The history's log of the request; None until the request asks for blocks, and without a history."""
+    chain: RequestChain = field(default_factory=RequestChain)
+    """Its place in the eviction order, and the positions of its blocks; see `chain_in`."""
+    hints: Hints = _NO_HINTS
+
+    def chain_in(self, req_context: ReqContext) -> RequestChain:
+        """Return its chain for one of its calls. Calls without a request id belong to no request: each has its own."""
+        chain = self.chain if req_context.req_id else RequestChain()
+        chain.position_of = getattr(req_context, "get_offload_key_position", None)  # engines have contexts of their own
+        return chain
 
     def computes_sooner_than(self, guarded: GuardedTier) -> bool:
         """Return whether its engine would not wait for the tier, or for no more of its blocks."""
@@ -154,34 +175,36 @@ class RequestState:
 class RequestTable:
     """The states of at most `requests_max` requests. Owned by the manager's thread.
 
-    Calls without a request id share one state, the *anonymous* request. It never ends, so it is forgotten twice
+    Calls without a request id share one state, the *anonymous* request. It never ends, so it is over twice
     `wait_max_s` after it began; then failed keys may be tried again. If it waits at that time, the next one has waited
-    as long. A request whose last stores do not end is forgotten `wait_max_s` after it finished. Beyond `requests_max`
-    the oldest request is forgotten. `forget` is called with each forgotten state. Requests in `outdated` load nothing.
-    `cost` serves requests whose engine reports none.
+    as long. A request whose last stores do not end is over `wait_max_s` after it finished. Beyond `requests_max` the
+    oldest request is over. The manager ends what `take_over` returns. `cost` serves requests whose engine reports none.
     """
 
+    __slots__ = ("__dict__", "ready_min")  # hot path: each lookup reads it
+
     def __init__(
-        self,
-        requests_max: int,
-        wait_max_s: float,
-        forget: Callable[[RequestState], None],
-        clock: Callable[[], float],
-        outdated: Container[str],
-        cost: EngineCost,
+        self, limits: ManagerLimits, hints: Collection[str], clock: Callable[[], float], cost: EngineCost
     ) -> None:
-        self._requests_max = requests_max
-        self._outdated = outdated
+        self._requests_max = limits.requests_max
+        self._wait_max_s = limits.wait_max_s
         self._cost = cost
-        self._wait_max_s = wait_max_s
-        self._forget = forget
         self._clock = clock
+        self._hint_reader = HintReader(hints)
         self.states: dict[str, RequestState] = {}
         """By request id; "" is the anonymous request."""
         self.finished: dict[RequestState, float] = {}
         """Finished requests, and until when their last stores may take; the earliest first."""
+        self._load_skippers: set[str] = set()
+        """Requests that load nothing: those with the hint `skip: load`, and the outdated ones."""
+        self.ready_min = 0
+        """The least `ref_cnt` of a block that a lookup finds for any request; while one loads nothing, none has it."""
+        self._outdated: dict[str, None] = {}
+        """Requests that began before a reset and have not ended, oldest first. They store and load nothing."""
+        self.pushed_out: list[RequestState] = []
+        """Requests that are over since `requests_max` newer ones began."""
         self._anonymous_until_s = 0.0
-        self.forgotten = 0
+        self.forgotten = self.skipped_blocks = 0
 
     def get(self, req_context: ReqContext) -> RequestState | None:
         """Return the state of a request; None if it is unknown."""
@@ -195,7 +218,7 @@ class RequestTable:
             if len(self.states) >= self._requests_max:
                 oldest = next(iter(self.states.values()))
                 self.pop(oldest)
-                self._forget(oldest)
+                self.pushed_out.append(oldest)
                 self.forgotten += 1
             if not req_id:
                 self._anonymous_until_s = self._clock() + 2 * self._wait_max_s
@@ -209,26 +232,105 @@ class RequestTable:
             state.log = RequestLog(state.req_context.req_id, self._clock())
         return state.log
 
+    def context_of(self, req_context: ReqContext) -> ReqContext:
+        """Return the context for a job of a request: one of no request if the tiers were told of the request's end."""
+        is_over = req_context.req_id and req_context.req_id not in self.states
+        return ReqContext() if is_over else req_context
+
+    def read_hints(self, state: RequestState, req_context: ReqContext) -> None:
+        """Read the hints of a request that begins."""
+        may_hint = req_context.kv_transfer_params or getattr(req_context, "kv_hints", None)
+        hints = self._hint_reader.read(req_context) if may_hint else None
+        if hints is not None:
+            state.hints = state.chain.hints = hints
+            if hints.skips_load:
+                state.lookups.misses_all = Fate.BY_REQUEST
+                self._skip_loads(req_context.req_id)
+
+    def stores_nothing_of(self, req_context: ReqContext) -> bool:
+        """Return whether a request began before a reset, or has the hint `skip: store`."""
+        state = self.states.get(req_context.req_id)
+        return req_context.req_id in self._outdated or (state is not None and state.hints.skips_store)
+
+    def loads_nothing(self, req_context: ReqContext) -> bool:
+        """Return whether a request began before a reset, or has the hint `skip: load`."""
+        return req_context.req_id in self._load_skippers
+
+    def is_outdated(self, req_context: ReqContext) -> bool:
+        """Return whether a request began before a reset."""
+        return req_context.req_id in self._outdated
+
+    def outdate(self, state: RequestState) -> None:
+        """Let a request store and load nothing until it ends."""
+        req_id = state.req_context.req_id
+        state.lookups.misses_all = Fate.RESET
+        state.stores.request_level = ()
+        self._outdated[req_id] = None
+        self._skip_loads(req_id)
+        if len(self._outdated) > STATES_MAX:
+            oldest = next(iter(self._outdated))
+            del self._outdated[oldest]
+            self._load_again(oldest)
+
+    def renew(self, req_context: ReqContext) -> None:
+        """Note that a request's id is free: the engine has finished the request, outdated or not."""
+        self._outdated.pop(req_context.req_id, None)
+        if req_context.req_id not in self.states:
+            self._load_again(req_context.req_id)
+
     def finish(self, state: RequestState) -> None:
         """Keep a finished request until its last stores have ended."""
         state.is_finished = True
         self.finished.setdefault(state, self._clock() + self._wait_max_s)
+        self._leave(state)
+
+    def end(self, state: RequestState) -> None:
+        """Forget a request, except that it is outdated."""
+        self.pop(state)
+        self._leave(state)
+
+    def _leave(self, state: RequestState) -> None:
+        state.chain.finish()
+        req_id = state.req_context.req_id
+        if req_id not in self._outdated and self.states.get(req_id, state) is state:  # not used again already
+            self._load_again(req_id)
+
+    def _skip_loads(self, req_id: str) -> None:
+        self._load_skippers.add(req_id)
+        self.ready_min = _PINS_MAX
+
+    def _load_again(self, req_id: str) -> None:
+        self._load_skippers.discard(req_id)
+        if not self._load_skippers:
+            self.ready_min = 0
 
     def pop(self, state: RequestState) -> None:
         self.finished.pop(state, None)
         if self.states.get(state.req_context.req_id) is state:
             del self.states[state.req_context.req_id]
 
-    def expire(self, now_s: float) -> None:
-        """Forget the requests whose time is over; called once a step."""
+    def take_over(self, now_s: float) -> list[RequestState]:
+        """Return the requests that are over without having ended, for the manager to end; called once a step."""
+        over, self.pushed_out = self.pushed_out, []
         while self.finished and (finished := next(iter(self.finished.items())))[1] <= now_s:
             self.pop(finished[0])
-            self._forget(finished[0])
+            over.append(finished[0])
         state = self.states.get("")
         if state is not None and now_s >= self._anonymous_until_s:
             self.pop(state)
-            self._forget(state)
+            over.append(state)
             before = state.lookups
             if 0 <= now_s - before.asked_s <= PAUSE_S_MAX and before.misses_all is None:
                 lookups = LookupState(waited_s=before.waited_s, asked_s=before.asked_s)
                 self.state_of(state.req_context).lookups = lookups
+        return over
+
+    def snapshot(self) -> dict[str, int]:
+        """Return counters of requests and their hints. Any thread may call."""
+        hints = self._hint_reader
+        return {
+            "hinted_requests_total": hints.hinted,
+            "refused_hints_total": hints.refused,
+            "ignored_hint_actions_total": hints.ignored_actions,
+            "forgotten_requests_total": self.forgotten,
+        }

@@ -1,15 +1,19 @@
-"""Search: asking the secondary tiers, in order, for a block that the primary tier does not have."""
+"""Search: asking the secondary tiers, in order, for a block that the primary tier does not have.
+
+The manager and `Prefetches` call it, on the manager's thread. What must stay true: the waiting of a request has a
+limit, and its owner is told of each request that asks before it is told of that request's misses.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
-from tiered_kv.metrics.history.recorder import BlockHistory
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.reasons import Fate, Reason, TooSlow
 from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
@@ -17,6 +21,7 @@ from tiered_kv.tiering.pace import computed_blocks
 from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import PAUSE_S_MAX, RequestState, RequestTable
 from tiered_kv.tiering.room import RoomQueue
+from tiered_kv.tiering.search_owner import SearchOwner
 
 _Lookup = Callable[[OffloadKey, ReqContext], bool | None]
 
@@ -40,22 +45,24 @@ class Search:
 
     def __init__(
         self,
+        rows: PrimaryRows,
         tiers: Sequence[GuardedTier],
         promotions: Promotions,
         requests: RequestTable,
         wait_max_s: float,
         clock: Callable[[], float],
-        history: BlockHistory | None = None,
+        owner: SearchOwner | None = None,
     ) -> None:
+        self._rows = rows
         self._tiers = tiers
-        self._history = history
+        self._owner = owner
+        self._miss = None if owner is None else owner.miss
+        """Tells the owner of a miss."""
         self._asking: RequestState | None = None
         """The request that asked last since `refresh`."""
-        self._missed = None if history is None else history.misses
         self._promotions = promotions
         self.room = RoomQueue(promotions, clock)
         self._requests = requests
-        self._states = requests.states
         self._wait_max_s = wait_max_s
         self._clock = clock
         self._searched: list[tuple[GuardedTier, _Lookup]] = []
@@ -72,8 +79,13 @@ class Search:
         """End the questions of the request that asks."""
         if self._asking is not None:
             self._asking = None
-            if self._history is not None:
-                self._history.flush()
+            if self._owner is not None:
+                self._owner.leaves()
+
+    def forget(self, state: RequestState) -> None:
+        """Forget a request that has ended."""
+        if state is self._asking:
+            self.leave()
 
     @contextmanager
     def ahead(self, state: RequestState) -> Iterator[None]:
@@ -96,14 +108,16 @@ class Search:
         While any request skips loads, the block may be ready.
         """
         # Hot path: runs for each key that is not in the primary tier.
-        state = self._states.get(req_context.req_id) or self._requests.state_of(req_context)
-        if state is not self._asking:
-            self._attend(state)
+        state = self._asking
+        if state is None or state.req_context is not req_context:
+            state = self._requests.states.get(req_context.req_id) or self._requests.state_of(req_context)
+            if state is not self._asking:
+                self._attend(state)
         lookups = state.lookups
         if lookups.misses_all is not None and not (
             block is not None and block.ref_cnt >= 0 and lookups.misses_all is Fate.TOO_LATE
         ):
-            return self._miss(key)
+            return self._answer_miss(key)
         if block is not None:
             return self._await(key, block, state)
         failed, timed_out, unanswered = lookups.failed, lookups.timed_out, lookups.unanswered
@@ -125,24 +139,22 @@ class Search:
                 if verdict is _Verdict.WAIT:
                     return None
                 break
-        if (missed := self._missed) is not None:
-            missed.append(key)
+        if (miss := self._miss) is not None:
+            miss(key)
         return False
 
-    def below_many(
-        self, keys: Collection[OffloadKey], blocks: Mapping[OffloadKey, CPUBlock], req_context: ReqContext
-    ) -> dict[OffloadKey, bool | None]:
+    def below_many(self, keys: Collection[OffloadKey], req_context: ReqContext) -> dict[OffloadKey, bool | None]:
         """Return `below` of distinct keys, with one call for each tier."""
         state = self._requests.state_of(req_context)
         if state is not self._asking:
             self._attend(state)
         if state.lookups.misses_all is not None:
-            return {key: self._miss(key) for key in keys}
+            return self._answer_misses(keys)
         answers: dict[OffloadKey, bool | None] = {}
         rest: list[OffloadKey] = []
-        promoting = len(state.loads.promoting)
+        promoting, get = len(state.loads.promoting), self._rows.blocks.get
         for key in keys:
-            block = blocks.get(key)
+            block = get(key)
             if block is None:
                 rest.append(key)
             else:
@@ -154,9 +166,7 @@ class Search:
                 rest = self._ask_many(guarded, rest, req_context, state, answers)
         if len(state.loads.promoting) > promoting:  # new ones are in the order of the tiers, not of the prefix
             self._promotions.sort(keys, state)
-        if self._missed is not None:
-            self._missed += rest
-        answers.update(dict.fromkeys(rest, False))
+        answers.update(self._answer_misses(rest))
         return answers
 
     def _not_answered(self, key: OffloadKey, state: RequestState) -> list[tuple[GuardedTier, _Lookup]]:
@@ -204,20 +214,20 @@ class Search:
             elif verdict is _Verdict.WAIT:
                 answers[key] = None
             else:
-                answers[key] = self._miss(key)
+                answers[key] = self._answer_miss(key)
         return rest
 
     def _await(self, key: OffloadKey, block: CPUBlock, state: RequestState) -> bool | None:
         """Return the answer for a block that is being written, or ready."""
         if block.ref_cnt >= 0:
-            block.step = self._promotions.primary.step
+            block.step = self._rows.step
             return True
         if block.writer is PROMOTION:
             is_known = key in state.loads.promoting
             if not self._promotions.join(key, state):
-                return self._miss(key)
-            if not is_known and state.log is not None:  # once, although a waiting request asks in each step
-                state.log.found.append(key)
+                return self._answer_miss(key)
+            if not is_known and self._owner is not None:  # once, although a waiting request asks in each step
+                self._owner.found(key)
         state.lookups.asked_s, state.lookups.waiting_turn = self._now_s, self._turn
         return None
 
@@ -256,8 +266,8 @@ class Search:
             if key in state.loads.promoting:  # not if it waits for room: then it may ask again
                 if guarded in state.lookups.load_room:
                     state.lookups.load_room[guarded] -= 1
-                if state.log is not None:
-                    state.log.found.append(key)
+                if self._owner is not None:
+                    self._owner.found(key)
             state.lookups.asked_s, state.lookups.waiting_turn = self._now_s, self._turn
             return _Verdict.WAIT
         if not state.lookups.is_asking:
@@ -267,11 +277,16 @@ class Search:
             state.log.failed(key, guarded.number, Reason.REFUSED)
         return _Verdict.MISS
 
-    def _miss(self, key: OffloadKey) -> bool:
-        """Note a miss, and return the answer."""
-        if (missed := self._missed) is not None:
-            missed.append(key)
+    def _answer_miss(self, key: OffloadKey) -> bool:
+        if self._miss is not None:
+            self._miss(key)
         return False
+
+    def _answer_misses(self, keys: Collection[OffloadKey]) -> dict[OffloadKey, bool | None]:
+        if self._miss is not None:
+            for key in keys:
+                self._miss(key)
+        return dict.fromkeys(keys, False)
 
     def _attend(self, state: RequestState) -> None:
         """Note that `state` asks now, and not the same request as before in this turn."""
@@ -286,10 +301,9 @@ class Search:
                 lookups.count_wait(self._now_s, self._wait_max_s)
             if lookups.unanswered and lookups.is_asking:
                 self._leave_late_tiers(state)
-        if self._history is not None:
-            log = state.log or self._requests.log_of(state)
-            because = self._reasons_not_asked(state) if is_new else log.because
-            self._history.ask(log, because, is_ahead=not lookups.is_asking)
+        if self._owner is not None:
+            because = self._reasons_not_asked(state) if is_new else None
+            self._owner.asks(state.log or self._requests.log_of(state), because, is_ahead=not lookups.is_asking)
 
     def _reasons_not_asked(self, state: RequestState) -> bytes:
         """Return why tiers are not asked for this request, one byte for each tier; b"" if all are asked."""
@@ -377,14 +391,3 @@ class Search:
         guarded.breaker.fail(now_s)
         self.refresh(now_s)
         self._attend(state)
-
-
-def ask_tier(guarded: GuardedTier, keys: list[OffloadKey], req_context: ReqContext, now_s: float) -> list[bool | None]:
-    """Return which blocks a tier has, None while it has not answered; all False if it is not searched, or raises."""
-    if guarded.is_searched:
-        try:
-            return checked_answers(guarded.tier.lookup_many(keys.copy(), req_context), len(keys))
-        except tier_exceptions():
-            guarded.account.note_exception("lookup_many")
-        guarded.breaker.fail(now_s)
-    return [False] * len(keys)

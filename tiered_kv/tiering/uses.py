@@ -15,7 +15,7 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
@@ -43,16 +43,16 @@ _HOUR_S: Final = 3600.0
 class Uses:
     """Gathers uses, reports them to the tiers, and offers blocks that a tier lacks. Owned by the manager's thread."""
 
-    def __init__(self, primary: CPUOffloadingManager, tiers: Sequence[GuardedTier], clock: Callable[[], float]) -> None:
+    def __init__(self, rows: PrimaryRows, tiers: Sequence[GuardedTier], clock: Callable[[], float]) -> None:
         self._numbers = {guarded.name: guarded.number for guarded in tiers}
-        self._tiers = [_Lacked(guarded, primary, self._numbers, clock) for guarded in tiers]
+        self._tiers = [_Lacked(guarded, rows, self._numbers, clock) for guarded in tiers]
         self._noted: list[list[OffloadKey]] = []
         self._room = NOTED_MAX if tiers else 0
         self._told: set[OffloadKey] = set()
         self.due_s = 0.0 if tiers else math.inf
         """When `act` has something to do; in the past while blocks wait to be offered again."""
         self._tell_s = self.due_s
-        self._stores_max = max(1, primary.backend.num_blocks // STORED_SHARE)
+        self._stores_max = max(1, rows.backend.num_blocks // STORED_SHARE)
         self._stores_left = self._stores_max
         """After how many more stored blocks the tiers are told sooner."""
 
@@ -123,22 +123,22 @@ class _Lacked:
     def __init__(
         self,
         guarded: GuardedTier,
-        primary: CPUOffloadingManager,
+        rows: PrimaryRows,
         numbers: dict[str, int],
         clock: Callable[[], float],
     ) -> None:
         self._guarded = guarded
-        self._primary = primary
+        self._rows = rows
         self._numbers = numbers
         self._clock = clock
-        rows = primary.backend.num_blocks
+        num_rows = rows.backend.num_blocks
         self.wanted: dict[OffloadKey, None] = {}
         if guarded.admission.is_open():  # else a load is an offer, and refused blocks are offered again by it
-            guarded.lacking_max = min(rows, LACKED_MAX)
+            guarded.lacking_max = min(num_rows, LACKED_MAX)
         self._pause_s = self._after_s = 0.0
-        self._evicted_max = max(rows // EVICTED_SHARE, _EVICTED_MIN)
+        self._evicted_max = max(num_rows // EVICTED_SHARE, _EVICTED_MIN)
         self._evicted_room, self._evicted_s = float(self._evicted_max), clock()
-        self._refill = rows / _HOUR_S
+        self._refill = num_rows / _HOUR_S
         self._reports_absent = guarded.overrides("take_absent")
         self._is_told = guarded.overrides("touch")
 
@@ -181,15 +181,15 @@ class _Lacked:
         context = ReqContext()
         blocks = guarded.select(blocks, context) if blocks else blocks
         if blocks:
-            self._primary.pin(blocks)
+            self._rows.pin(blocks)
             guarded.account.offered_again(len(blocks))
             if guarded.submit([block.key for block in blocks], blocks, context, self, is_promotion=False) is None:
-                self._primary.unpin(blocks)
+                self._rows.unpin(blocks)
                 self._pause()
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
         """Release the blocks of a store; see `JobOwner`."""
-        self._primary.unpin(job.blocks)
+        self._rows.unpin(job.blocks)
         if result.success:
             self._pause_s = 0.0
         elif not job.is_expired:
@@ -214,7 +214,7 @@ class _Lacked:
 
     def _may_store(self, key: OffloadKey) -> CPUBlock | None:
         """Return a ready block that belongs into this tier; None if a setting keeps it out."""
-        block = self._primary.blocks.get(key)
+        block = self._rows.blocks.get(key)
         if block is None or block.ref_cnt < 0:
             return None
         is_above = self._guarded.number < self._numbers.get(block.source, 0)

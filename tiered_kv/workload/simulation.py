@@ -21,8 +21,8 @@ from tiered_kv.config.settings import PRIMARY_NAME, StrictModel, TierSettings
 from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import limits_of, located
@@ -203,13 +203,14 @@ class Server:
     def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock) -> None:
         blocks, waiting_clock = config.primary_blocks, _Clock()
         backend = CPUBackend(_NoMemory(blocks, config.block.bytes))
-        self.primary = CPUOffloadingManager(backend, config.primary.policy, hints=config.hints, clock=clock)
+        self.primary = PrimaryRows(backend, config.primary.policy)
         self.stores = [shared.get(tier.name) or _key_store(config, tier, clock) for tier in config.secondary]
         self.manager = TieringOffloadingManager(
             self.primary,
             [KeysOnlyTier(keys, tier.name) for keys, tier in zip(self.stores, config.secondary, strict=True)],
             settings=config.secondary,
             limits=limits_of(config),
+            hints=config.hints,
             clock=waiting_clock,
             wear_clock=clock,
         )

@@ -27,8 +27,8 @@ from tests.support.obedient import (
 from tests.support.stacks import block_hashes, manager_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.metrics.history.fates import CHUNK_KEYS_MAX, hashes
 from tiered_kv.metrics.history.ghosts import SIZES, Ghosts
 from tiered_kv.metrics.history.recorder import BlockHistory
@@ -148,7 +148,7 @@ def test_keys_that_were_noted_are_not_kept_for_ever(stack: Stack) -> None:
         engine.end(context)
         put(stack, asked[first : first + 16])
     assert stack.history is not None
-    assert len(stack.history.misses) <= 512
+    assert len(stack.history._misses) <= 512
     stack.history.settle()
     assert not stack.history._pending
 
@@ -163,7 +163,7 @@ def test_calls_without_an_id_are_one_request(stack: Stack) -> None:
 
 
 def test_a_request_that_is_forgotten_counts_too() -> None:
-    primary = CPUOffloadingManager(CPUBackend(PrimaryRegion(4, BLOCK_BYTES)), "lru")
+    primary = PrimaryRows(CPUBackend(PrimaryRegion(4, BLOCK_BYTES)), "lru")
     history = BlockHistory(64, ["cpu"], [None])
     manager = TieringOffloadingManager(primary, [], limits=ManagerLimits(requests_max=2), history=history)
     engine = Engine(manager)

@@ -14,9 +14,9 @@ from tests.support.stacks import forget_memory
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.backend import CPUBackend
-from tiered_kv.cpu.manager import CPUOffloadingManager
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.testing.model import RowLedger, StackModel, StackUnderTest, WatchedTier
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import TierSpec
@@ -213,7 +213,7 @@ class Simulation:
 
     def _open(self, rng: Random) -> TieringOffloadingManager:
         region = PrimaryRegion(rng.choice((12, 14, 20)), BLOCK_BYTES)
-        primary = CPUOffloadingManager(CPUBackend(region), rng.choice(list(BUILT_IN_POLICIES)))
+        primary = PrimaryRows(CPUBackend(region), rng.choice(list(BUILT_IN_POLICIES)))
         limits = []
         self._watched: list[WatchedTier] = []
         for number in range(rng.choice((1, 2, 2, 3))):

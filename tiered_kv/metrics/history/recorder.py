@@ -2,7 +2,8 @@
 
 The scheduler's thread appends batches to a queue. The history's thread, a reader or a host's server takes them:
 
-    manager:  note(tier, fate, keys) · ask(log), missed keys, flush() · loaded(log, keys, sources) · ended(log)
+    search:   asks(log), miss(key), found(key), leaves()
+    manager:  note(tier, fate, keys) · loaded(log, keys, sources) · ended(log)
     history:  fates into the table · why each key was missed, by the table as it then is · counts
 
 The order matters: a block that a request misses is computed and stored again, and that must not hide why it was missed.
@@ -75,8 +76,10 @@ class BlockHistory:
         self.names = tuple(names)
         self._clock = clock
         self._evicted: list[OffloadKey] = []
-        self.misses: list[OffloadKey] = []
-        """Misses of the request that looks up now: `Search` appends, `flush` empties. The manager's thread only."""
+        self._misses: list[OffloadKey] = []
+        """Misses of the request that asks now. The manager's thread only."""
+        self.miss: Callable[[OffloadKey], None] = self._misses.append
+        """Notes that the request that asks misses a block. Hot path: no call in Python."""
         self._asking: RequestLog | None = None
         self._is_ahead = False
         # Each count has one writer: the manager's thread for appended keys, the holder of the lock for taken ones.
@@ -99,12 +102,22 @@ class BlockHistory:
 
     # The manager's thread.
 
-    def ask(self, log: RequestLog, because: BatchFates, *, is_ahead: bool = False) -> None:
-        """Note that a request asks for blocks, `is_ahead` for its prefetch, whose misses do not count."""
-        self.flush()
-        self._asking, self._is_ahead, log.because = log, is_ahead, because
+    def asks(self, log: RequestLog, because: BatchFates | None, *, is_ahead: bool = False) -> None:
+        """Note which request asks for blocks, `is_ahead` for its prefetch, whose misses do not count.
 
-    def flush(self) -> None:
+        `because` is why tiers are not asked; None if that is as before.
+        """
+        self.leaves()
+        self._asking, self._is_ahead = log, is_ahead
+        if because is not None:
+            log.because = because
+
+    def found(self, key: OffloadKey) -> None:
+        """Note a block that the request that asks begins to wait for."""
+        if self._asking is not None:
+            self._asking.found.append(key)
+
+    def leaves(self) -> None:
         """Note, since the last call, evicted blocks, and the blocks that the asking request missed or waits for."""
         if self._evicted:
             self._add(self._ledger.note, self._evicted, CPU, Fate.EVICTED)
@@ -112,9 +125,9 @@ class BlockHistory:
         log = self._asking
         if log is None:
             return
-        if self.misses:
-            missed = tuple(self.misses)
-            self.misses.clear()
+        if self._misses:
+            missed = tuple(self._misses)
+            self._misses.clear()
             # A waiting request asks in each step. Its first two misses are noted, then only those that differ. Most
             # requests ask once, and need no hash.
             misses_hash = 0 if log.misses_hash is None else hash(missed)
@@ -125,9 +138,13 @@ class BlockHistory:
             self._add(self._ledger.promote, log.found, log, log.because)
             log.found = []
 
-    def evict(self, keys: Collection[OffloadKey]) -> None:
+    def evicted(self, keys: Collection[OffloadKey]) -> None:
         """Note keys that the primary tier has evicted, before the next miss is noted."""
         self._evicted.extend(keys)
+
+    def swept(self, keys: Collection[OffloadKey]) -> None:
+        """Note keys of the primary tier from before a reset."""
+        self.note(CPU, Fate.RESET, keys)
 
     def note(self, tier: int, fate: Fate, keys: Collection[OffloadKey]) -> None:
         self._add(self._ledger.note, keys, tier, fate)
@@ -144,12 +161,12 @@ class BlockHistory:
 
     def ended(self, log: RequestLog) -> None:
         """Count the blocks of a request that has ended; without room in the queue it is forgotten later."""
-        self.flush()
+        self.leaves()
         self._add(self._ledger.end, (), log, log.failures)
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Note keys that the engine has computed and stored, after a miss."""
-        self.flush()
+        self.leaves()
         self._add(self._ledger.store, keys)
 
     def note_lookup_timeout(self, tier: int) -> None:
@@ -158,7 +175,7 @@ class BlockHistory:
 
     def reset(self, tier: int, keys: Collection[OffloadKey] = ()) -> None:
         """Note that a tier has forgotten all blocks: `keys`, and all noted as stored there."""
-        self.flush()
+        self.leaves()
         self._append(self._ledger.reset, tuple(keys), tier)  # rare, and needed even without room
 
     def _add(self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any) -> bool:

@@ -20,14 +20,15 @@ from typing import Final
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.series import Family, by_label, numbers
 from tiered_kv.metrics.vocabulary import AUDIT
 from tiered_kv.tiering.audit.comparison import BLOCKS_MAX, Audited, AuditedGroup, Pair, SpareRows, is_known
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
-from tiered_kv.tiering.search import ask_tier
+from tiered_kv.tiering.many_lookups import ask_tier
+from tiered_kv.tiering.requests import RequestTable
 
 logger = logging.getLogger("tiered_kv.tiering.audit")
 
@@ -59,7 +60,8 @@ class Audit:
     def __init__(
         self,
         rules: AuditRules,
-        primary: CPUOffloadingManager,
+        primary: PrimaryRows,
+        requests: RequestTable,
         tiers: Sequence[GuardedTier],
         clock: Callable[[], float],
     ) -> None:
@@ -69,7 +71,7 @@ class Audit:
         self._primary = primary
         self._tiers = tiers
         self._clock = clock
-        self._spare_rows = SpareRows(primary, rules.dtype)
+        self._spare_rows = SpareRows(primary, requests, rules.dtype)
         self._numbers = itertools.count()
         self._current: Audited | None = None
         self._written: dict[OffloadKey, Pair] = {}  # the engine is writing their spare rows

@@ -18,10 +18,11 @@ import numpy as np
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import PROMOTION, CPUBlock
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.errors import ResourceError
 from tiered_kv.system.threads import DaemonThreads
 from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.requests import RequestTable
 
 BLOCKS_MAX: Final = 64
 """Spare rows at one time, and blocks of one request that are compared."""
@@ -119,8 +120,9 @@ class SpareRows:
     No lookup finds a spare row: it has a special key, and stays in state writing. Owned by the manager's thread.
     """
 
-    def __init__(self, primary: CPUOffloadingManager, dtype: str) -> None:
+    def __init__(self, primary: PrimaryRows, requests: RequestTable, dtype: str) -> None:
         self._primary = primary
+        self._requests = requests
         self._dtype = dtype
         self.group: AuditedGroup | None = None
         self._thread = DaemonThreads("tiered-kv-audit", 1)  # begins with the first comparison
@@ -158,7 +160,8 @@ class SpareRows:
         self._primary.pin(blocks)
         names = [OffloadKey(_SPARE_KEY + next(self._numbers).to_bytes(8, "big")) for _ in blocks]
         writer = PROMOTION if tier else req_context.req_id
-        spares = self._primary.allocate(names, writer, self._primary.chain_of(req_context), evicted)
+        chain = self._requests.state_of(req_context).chain_in(req_context)
+        spares = self._primary.allocate(names, writer, chain, evicted)
         if spares is None:
             self._primary.unpin(blocks)
             return []

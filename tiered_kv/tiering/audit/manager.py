@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext, RequestOffloadingContext
-from tiered_kv.cpu.manager import CPUOffloadingManager
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.metrics.step_timer import timed
 from tiered_kv.tiering.audit.audit import Audit, AuditRules
 from tiered_kv.tiering.audit.comparison import AuditedGroup
@@ -25,12 +25,12 @@ class AuditedManager(TieringOffloadingManager):
     def __init__(
         self,
         rules: AuditRules,
-        primary: CPUOffloadingManager,
+        primary: PrimaryRows,
         secondary_tiers: Sequence[SecondaryTierManager] = (),
         **settings: Any,  # Any: as in `TieringOffloadingManager`
     ) -> None:
         super().__init__(primary, secondary_tiers, **settings)
-        self._audit = Audit(rules, primary, self._tiers, self._clock)
+        self._audit = Audit(rules, primary, self._requests, self._tiers, self._clock)
         self.registry.add(self._audit.measure)
 
     def audit_only(self, group: AuditedGroup) -> None:
@@ -53,27 +53,33 @@ class AuditedManager(TieringOffloadingManager):
             return [False] * len(keys)
         return super().contains_many(keys, req_context)
 
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        if self._audit.is_active and keys and self._audit.withholds(keys[0], req_context):
+            return [False] * len(keys)
+        return super().lookup_prefix(keys, req_context)
+
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        if not self._audit.audits(req_context):  # it gets no blocks, and its first lookup marks what it computes
+        # An audited request gets no blocks, and its first lookup marks what it computes.
+        if not (self._audit.withholds_all or self._audit.audits(req_context)):
             super().prefetch(keys, req_context)
 
     @timed
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys, req_context)
-        if output is None or not self._audit.is_active or self.primary.is_outdated(req_context):
+        if output is None or not self._audit.is_active or self.is_outdated(req_context):
             return output  # blocks of an outdated request are not those of the current epoch
         return self._audit.prepare(keys, output, req_context)
 
     @timed
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        written = self.primary.written_blocks(keys, req_context) if self._audit.is_active else []
+        written = self.primary.written_by(req_context.req_id, keys) if self._audit.is_active else []
         super().complete_store(keys, req_context, success)
-        self._audit.complete(keys, written, req_context.req_id, self._context_of(req_context), success)
+        self._audit.complete(keys, written, req_context.req_id, self._requests.context_of(req_context), success)
 
     @timed
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         answer = super().on_new_request(req_context)
-        hints = self.primary.hints_of(req_context)
+        hints = self._requests.state_of(req_context).hints
         if not (hints.skips_store or hints.skips_load):
             self._audit.begin(req_context)
         return answer

@@ -1,0 +1,110 @@
+"""Lookups of many blocks in one call: of a host's sessions, and of a program's `put` and `get`.
+
+The manager calls it, on its thread. What must stay true: a request that waits for room holds no block that another one
+needs to go on, and blocks behind the first missing one of a prefix are not promoted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.tiering.answers import checked_answers, tier_exceptions
+from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.requests import RequestState, RequestTable
+from tiered_kv.tiering.search import Search
+
+Answers = list[bool | None]
+
+
+class ManyLookups:
+    """Answers for many keys at a time. Owned by the manager's thread."""
+
+    def __init__(
+        self,
+        rows: PrimaryRows,
+        tiers: Sequence[GuardedTier],
+        requests: RequestTable,
+        search: Search,
+        clock: Callable[[], float],
+    ) -> None:
+        self._rows = rows
+        self._tiers = tiers
+        self._requests = requests
+        self._search = search
+        self._clock = clock
+
+    def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
+        """See `CacheManager.lookup_many`."""
+        if self._requests.loads_nothing(req_context):
+            self._search.below_many(keys, req_context)
+            return [False] * len(keys)
+        get, step = self._rows.blocks.get, self._rows.step
+        missing: dict[OffloadKey, None] = {}
+        for key in keys:
+            block = get(key)
+            if block is not None and block.ref_cnt >= 0:
+                block.step = step
+            else:
+                missing[key] = None
+        if not missing:
+            return [True] * len(keys)
+        below = self._search.below_many(missing, req_context)
+        return [below.get(key, True) for key in keys]
+
+    def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
+        """See `CalledManager.contains_many`."""
+        found: dict[OffloadKey, bool | None] = {block.key: True for block in self._rows.ready(keys)}
+        rest = [key for key in dict.fromkeys(keys) if key not in found]
+        for guarded in self._tiers:
+            if rest:
+                found.update(zip(rest, ask_tier(guarded, rest, req_context, self._clock()), strict=True))
+                rest = [key for key in rest if found[key] is False]
+        return [found.get(key, False) for key in keys]
+
+    def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
+        """See `CalledManager.lookup_prefix`."""
+        state = self._requests.state_of(req_context)
+        state.loads.waits_for_room, state.loads.lacking = True, None
+        if self._search.room.is_waiting(state):  # its first block comes first, whichever tier has it
+            ready = list(itertools.takewhile(self._is_ready, keys))
+            head = self._lookup_noted(keys[: len(ready) + 1], state)
+            if state.loads.lacking is not None:
+                return [*head, *[None] * (len(keys) - len(head))]
+        return self._lookup_noted(keys, state)
+
+    def _lookup_noted(self, keys: Sequence[OffloadKey], state: RequestState) -> Answers:
+        answers = self._answer(keys, state)
+        needed = None if all(answers) else keys[next(index for index, answer in enumerate(answers) if not answer)]
+        self._search.room.note(state, needed)
+        return answers
+
+    def _is_ready(self, key: OffloadKey) -> bool:
+        block = self._rows.blocks.get(key)
+        return block is not None and block.ref_cnt >= 0
+
+    def _answer(self, keys: Sequence[OffloadKey], state: RequestState) -> Answers:
+        req_context = state.req_context
+        if self._requests.loads_nothing(req_context) or state.lookups.timed_out:
+            return self.lookup_many(keys, req_context)  # which asks no tier, or none that has failed this one
+        below = [key for key in keys if key not in self._rows.blocks]  # the others are there, or being written
+        if not below:
+            return self.lookup_many(keys, req_context)
+        found = dict(zip(below, self.contains_many(below, req_context), strict=True))
+        end = next((index for index, key in enumerate(keys) if found.get(key) is False), len(keys))
+        asked = [*keys[:end], *(key for key in keys[end:] if found.get(key) is False)]
+        answers = dict(zip(asked, self.lookup_many(asked, req_context), strict=True))
+        return [answers.get(key) for key in keys]
+
+
+def ask_tier(guarded: GuardedTier, keys: list[OffloadKey], req_context: ReqContext, now_s: float) -> list[bool | None]:
+    """Return which blocks a tier has, None while it has not answered; all False if it is not searched, or raises."""
+    if guarded.is_searched:
+        try:
+            return checked_answers(guarded.tier.lookup_many(keys.copy(), req_context), len(keys))
+        except tier_exceptions():
+            guarded.account.note_exception("lookup_many")
+        guarded.breaker.fail(now_s)
+    return [False] * len(keys)

@@ -1,0 +1,32 @@
+"""Who is told what requests ask for: the interface between `Search` and the history of blocks.
+
+`Search` calls it on the manager's thread, in the order of the events. What must stay true: its hot call is one function
+of C, since it runs for each block that nobody has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from tiered_kv.base import OffloadKey
+from tiered_kv.metrics.history.ledger import RequestLog
+
+
+class SearchOwner(Protocol):
+    """Is told what requests ask for and do not get, as `BlockHistory` is: first who asks, then what of its blocks."""
+
+    miss: Callable[[OffloadKey], None]
+    """Takes note of a block that the request misses. Hot path: a function of C."""
+
+    def asks(self, log: RequestLog, because: bytes | None, *, is_ahead: bool) -> None:
+        """Take note of the request that asks from now on, `is_ahead` for its prefetch.
+
+        `because` says for each tier why it is not asked; None if that is as before.
+        """
+
+    def found(self, key: OffloadKey) -> None:
+        """Take note of a block that the request begins to wait for."""
+
+    def leaves(self) -> None:
+        """Take note that the request asks no more."""
