@@ -24,7 +24,7 @@ _BTRFS_BUFFERS: Final = (6, 15)
 
 class DirectIO(NamedTuple):
     is_used: bool  # whether segments are opened with O_DIRECT
-    refusal: str = ""  # why transfers use a page cache nevertheless; empty if they do not
+    refusal: str | None = None  # why transfers use a page cache nevertheless; None if they do not
 
     @property
     def shown(self) -> str:
@@ -75,11 +75,11 @@ def _probe(disk: Disk, fd: int, mount: Mount | None) -> DirectIO:
         return DirectIO(False, "a page written with O_DIRECT is in the page cache")
     if read_all(fd, [page], 0, preadv=disk.preadv) != PAGE_BYTES:
         return DirectIO(False, "a page written with O_DIRECT cannot be read back")
-    return DirectIO(True, _buffering(fd, mount) if mount is not None else "")
+    return DirectIO(True, _buffering(fd, mount) if mount is not None else None)
 
 
-def _buffering(fd: int, mount: Mount) -> str:
-    """Return why transfers are buffered though nothing shows it, or an empty string.
+def _buffering(fd: int, mount: Mount) -> str | None:
+    """Return why transfers are buffered though nothing shows it; None if they are not.
 
     O_DIRECT is still of use: reads are direct, or the pages are cached once and not twice.
     """
@@ -92,7 +92,7 @@ def _buffering(fd: int, mount: Mount) -> str:
         and _kernel_release() >= _BTRFS_BUFFERS
     ):
         return "btrfs buffers writes of files with checksums since Linux 6.15; reads are direct"
-    return ""
+    return None
 
 
 def _takes_any_size(fd: int) -> bool:

@@ -254,11 +254,11 @@ class SegmentStore:
 
     def _problem(self, need: Need) -> str:
         mount = self._directory.mount
-        locks = mount.lock_problem if mount is not None else ""
+        locks = mount.lock_problem if mount is not None else None
         return "; ".join(filter(None, (locks, need.problem or self._growth_problem(need))))
 
-    def _growth_problem(self, need: Need) -> str:
-        """Return why the tier gets no further segment though the disk shows space; an empty string if it gets one."""
+    def _growth_problem(self, need: Need) -> str | None:
+        """Return why the tier gets no further segment though the disk shows space; None if it gets one."""
         size = format_bytes(self._options.sizing.segment_bytes)
         if self.counters["no_space_errors_total"]:
             free = f"a segment of {size} was refused, and {rounded_bytes(need.available)} seem to be free"
@@ -266,7 +266,7 @@ class SegmentStore:
         with self.pool.changed:
             since_s = self.pool.growing_since_s
         if since_s is None or (duration_s := time.monotonic() - since_s) < self._options.room_timeout_s:
-            return ""
+            return None
         how = (
             "filled with zeros, as the file system has no fallocate," if self._files.disk.writes_zeros else "allocated"
         )

@@ -53,7 +53,7 @@ def check_causal(model: Any, layout: CacheLayout) -> None:  # Any: a PreTrainedM
         except Exception as error:  # whatever a model's own code raises
             what = f"it fails on a prompt of {TOKENS} tokens, so its attention cannot be measured"
             raise refusal(model, what, error) from error
-    if reason:
+    if reason is not None:
         raise refusal(model, reason)
 
 
@@ -61,7 +61,7 @@ class _OtherCacheError(Exception):
     """What the model leaves in the cache is not as its configuration says."""
 
 
-def _reason(model: Any, layout: CacheLayout, device: torch.device) -> str:
+def _reason(model: Any, layout: CacheLayout, device: torch.device) -> str | None:
     taken = inspect.signature(model.forward).parameters
     for types in (None, *(each for each in _TOKEN_TYPES if each in taken)):
         for number in range(_PAIRS):
@@ -72,7 +72,7 @@ def _reason(model: Any, layout: CacheLayout, device: torch.device) -> str:
         else:
             given = f"with {types}=1, as a tokenizer may give them, " if types else ""
             return f"{given}its attention is not causal: keys of layer {layer} depend on the tokens after theirs"
-    return ""
+    return None
 
 
 def _prompts(model: Any, device: torch.device, number: int) -> list[torch.Tensor]:

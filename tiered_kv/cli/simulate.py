@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--servers",
         metavar="N",
         type=positive_int,
-        help="servers with this stack (default: 1); tiers of type redis, s3 and fs are one for all",
+        help="servers with this stack (default: 1); a tier with storage that they share, such as redis, is one for all",
     )
     fleet.add_argument("--router", choices=ROUTERS, help="which server gets a request (default: round-robin)")
     parser.add_argument(

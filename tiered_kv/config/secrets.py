@@ -158,9 +158,9 @@ def parse_key(text: str) -> bytes:
     return bytes.fromhex(text.strip())  # `fromhex` takes ASCII white space only, `_KEY` and `strip` any
 
 
-def problem_of_key(text: str) -> str:
-    """Return why `text` is no key, without showing it; empty if it is one."""
-    return "" if _KEY.fullmatch(text) else _WANTED
+def problem_of_key(text: str) -> str | None:
+    """Return why `text` is no key, without showing it; None if it is one."""
+    return None if _KEY.fullmatch(text) else _WANTED
 
 
 def read_key_file(path: str | os.PathLike[str], *, location: str = "") -> bytes:
@@ -178,20 +178,21 @@ def read_key_file(path: str | os.PathLike[str], *, location: str = "") -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             problem = _refusal(os.fstat(descriptor))  # not of the path: the file may have been replaced
-            if not problem:
+            if problem is None:
                 text = os.read(descriptor, KEY_FILE_BYTES_MAX).decode("ascii", "replace")
-                problem = problem_of_key(text) and f"holds no key: {problem_of_key(text)}"
+                wanted = problem_of_key(text)
+                problem = None if wanted is None else f"holds no key: {wanted}"
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:  # a path with a null character is a ValueError
         problem = f"cannot be opened: {getattr(error, 'strerror', None) or 'this is no path'}"
-    if problem:
+    if problem is not None:
         raise ConfigError(f"the key file {problem}", location=location)
     return parse_key(text)
 
 
-def _refusal(status: os.stat_result) -> str:
-    """Return why a file must not hold a secret; empty if it may."""
+def _refusal(status: os.stat_result) -> str | None:
+    """Return why a file must not hold a secret; None if it may."""
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
     # Kubernetes mounts a secret as root's, for the pod's group to read.
@@ -202,4 +203,4 @@ def _refusal(status: os.stat_result) -> str:
         return f"has mode {stat.S_IMODE(status.st_mode):04o}: expected one that is closed to others, as by chmod 600"
     if status.st_size > KEY_FILE_BYTES_MAX:
         return f"is larger than {format_bytes(KEY_FILE_BYTES_MAX)}: expected a key and nothing else"
-    return ""
+    return None

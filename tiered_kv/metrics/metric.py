@@ -76,8 +76,8 @@ class Metric:
         return self.stem.rpartition("_")[2]
 
 
-def _fault(metric: Metric) -> str:
-    """Return what is wrong with a declaration, to follow its name; empty if nothing is."""
+def _fault(metric: Metric) -> str | None:
+    """Return what is wrong with a declaration, to follow its name; None if nothing is."""
     name, labels = metric.name, metric.labels
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > _NAME_MAX:
         return f"cannot be named so: it takes lower-case words and digits joined by '_', {_NAME_MAX} characters at most"
@@ -102,7 +102,7 @@ def _fault(metric: Metric) -> str:
     values = metric.values
     if not isinstance(values, tuple) or len(values) > _VALUES_MAX or not all(_fits(each, labels) for each in values):
         return f"needs values as at most {_VALUES_MAX} tuples of {len(labels)} words each, one for each label"
-    return ""
+    return None
 
 
 def _fits(values: object, labels: tuple[str, ...]) -> bool:

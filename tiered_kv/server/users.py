@@ -44,10 +44,10 @@ class Users:
             )
         self.numbers = {0, os.geteuid(), *allowed} - {self._nobody}
 
-    def refusal(self, uid: int) -> str:
-        """Return why a process of a user may not connect, and the remedy; "" if it may."""
+    def refusal(self, uid: int) -> str | None:
+        """Return why a process of a user may not connect, and the remedy; None if it may."""
         if uid in self.numbers:
-            return ""
+            return None
         if uid == self._nobody:
             return (
                 "the server cannot tell who this process is: its user has no number in the server's user namespace "

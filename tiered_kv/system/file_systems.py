@@ -136,20 +136,20 @@ class Mount:
         return self.kind in _COPYING
 
     @property
-    def lock_problem(self) -> str:
-        """Why locks on it may not exclude other hosts, and the way out; an empty string if they may well."""
+    def lock_problem(self) -> str | None:
+        """Why locks on it may not exclude other hosts, and the way out; None if they may well."""
         if local := sorted(_LOCAL_LOCKS & self.options):
             how = f"{self.point} is mounted with {local[0]}"
             return f"locks reach no other host, as {how}; if others use this directory, mount it without this option"
         if self.kind != "nfs4" or self.options & _NFS_4_0 or any(map(_is_set, _NFS_NAMES)):
-            return ""
+            return None
         name = os.uname().nodename
         if _ANY_HOST.fullmatch(name):
             return f"the host's name here is '{name}', which others may have, too; {OWN_NAME}"
         return (
             f"the host's name here is '{name}', the id of a container; {OWN_NAME}"
             if _CONTAINER_ID.fullmatch(name)
-            else ""
+            else None
         )
 
     def __str__(self) -> str:
