@@ -16,7 +16,7 @@ _ENTRY_BYTES: Final = 512  # growth of a directory by one entry, at most
 
 
 class Allocation:
-    """What files of a directory's file system occupy. Any thread may call.
+    """The room that files of a directory's file system occupy. Any thread may call.
 
     File systems do not say how much they allocate at once (ext4 with bigalloc, XFS with an extent size hint, records
     of ZFS), and some allocate only seconds after a write. So files are charged in whole units before they are written,
@@ -25,7 +25,7 @@ class Allocation:
 
     def __init__(self) -> None:
         self.unit_bytes = UNIT_BYTES_MIN
-        self._open_unit_bytes = UNIT_BYTES_MIN  # of a file that is being written
+        self._open_unit_bytes = UNIT_BYTES_MIN  # the unit of a file that is being written
         self._is_news = False  # the unit has grown here, and the ledger does not know it
 
     @property
@@ -34,11 +34,11 @@ class Allocation:
         return 8 * (self.unit_bytes + UNIT_BYTES_MIN)
 
     def charge_bytes(self, size_bytes: int) -> int:
-        """Return what a new file of a size takes, with its entry in a directory."""
+        """Return the room of a new file of a size, with its entry in a directory."""
         return round_up(size_bytes, self.unit_bytes) + _ENTRY_BYTES
 
     def room_bytes(self, size_bytes: int) -> int:
-        """Return what storing a file of a size may take: the file, and a directory for it."""
+        """Return the room that storing a file of a size may take: the file, and a directory for it."""
         unit_bytes = max(self.unit_bytes, self._open_unit_bytes)
         return round_up(size_bytes, unit_bytes) + _ENTRY_BYTES + self.unit_bytes
 

@@ -43,7 +43,7 @@ TOUCH_INTERVAL_S: Final = 60.0
 class Moved:
     done: list[OffloadKey]
     reason: FileReason | None = None  # why the others failed; the last reason if there were several
-    used_bytes: int = 0  # of the grant, filled
+    used_bytes: int = 0  # the filled part of the grant
     yields: int = 0  # how often old blocks were deleted, because the disk is full
 
 
@@ -53,7 +53,7 @@ class BlockFiles:
 
     namespace_path: str
     namespace_digest: bytes
-    owner: str  # of unfinished files; 16 hexadecimal digits
+    owner: str  # the owner of unfinished files; 16 hexadecimal digits
     block_bytes: int
     codecs: CodecSet
     counters: Counters
@@ -67,12 +67,12 @@ class BlockFiles:
         self._room = ThreadBuffer()  # for payloads that are not the blocks themselves
         self._unreadable: Unreadable[str] = Unreadable()  # by path
         self._failures = FirstFailures(_log, self.namespace_path, reason_of)
-        self.newest_path = ""  # of the block that was stored last; any thread may read it
+        self.newest_path = ""  # the path of the last stored block; any thread may read it
 
     def store(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
         """Write the blocks that are missing, or that this process cannot read.
 
-        A block whose checksum was computed after the deadline is not written: its memory may have been reused by then.
+        A block is not written if its checksum was computed after the deadline: its memory may have been reused by then.
         """
         moved = Moved([])
         # Backwards: the head of a prefix becomes the newest and is evicted last. Without it the tail is worthless.
@@ -114,7 +114,7 @@ class BlockFiles:
         return self._failures.newest
 
     def explain(self, reason: str) -> str:
-        """Return what failed last for a reason, as `SecondaryTierManager.explain_failure`. Any thread."""
+        """Return the last failure for a reason; see `SecondaryTierManager.explain_failure`. Any thread."""
         return self._failures.texts.of(reason)
 
     def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:

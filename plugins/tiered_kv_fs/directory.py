@@ -105,7 +105,7 @@ class Directory:
         self.claimed = claimed(path, tier, private=private, required_mount=required_mount)
         self.allocation = Allocation()
         self.description: dict[str, object] = {}
-        """What `tiered-kv check` shows of where the directory is."""
+        """The facts about the directory's place that `tiered-kv check` shows."""
         self.shortcomings: tuple[str, ...] = ()
         """Sentences on what the mount does not do, as found at the opening, and on the way out."""
         self._identity = identity
@@ -139,7 +139,7 @@ class Directory:
             status = os.fstat(fd)
             place = status.st_dev, status.st_ino
             claimed = self.claimed
-            # What is in the same directory was accepted at the opening: only the marker is missing.
+            # The files in the same directory were accepted at the opening: only the marker is missing.
             if self._place == place and os.path.isdir(self.namespace_path):
                 claimed = replace(claimed, own_names=frozenset(names_in(fd)))
             claimed.check(fd)

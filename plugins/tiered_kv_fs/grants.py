@@ -4,7 +4,7 @@
 loop; its two tasks use at most one thread each, for the ledger and for a sweep. These things stay true:
 
 - A store writes only bytes that the ledger has granted, and only while the grant is valid.
-- What a process returns or owes reaches the ledger's total once.
+- Bytes that a process returns or owes reach the ledger's total once.
 - A failure ends no task: it is counted, logged, and holds for stores during `_REFUSAL_S` at most.
 """
 
@@ -76,9 +76,9 @@ class GrantClient:
     epoch: Epoch
     counters: Counters
     call: Callable[..., Awaitable[Any]]  # runs a function that may wait on a thread. Any: its result
-    capacity_bytes: int  # what the directory may occupy
-    grant_bytes: int  # of one request to the ledger; less on a small disk
-    part_bytes: Callable[[], int]  # what a part of a job may take, as far as known
+    capacity_bytes: int  # the limit of the directory
+    grant_bytes: int  # the size of one grant; less on a small disk
+    part_bytes: Callable[[], int]  # the greatest part of a job, as far as known
     room_timeout_s: float  # how long a store waits for room
     on_age: Callable[[float], None]  # see `DirectorySweeper.on_age`; runs on a thread
 
@@ -87,8 +87,8 @@ class GrantClient:
         self._allocation = self.directory.allocation
         self._usable_bytes = self.capacity_bytes - self._allocation.opening_bytes
         self._grant_bytes_max = self.grant_bytes
-        self.failure = ""  # of the newest use of the ledger, for people; any thread may read it
-        self.newest_path = ""  # of a block that was stored
+        self.failure = ""  # the failure of the newest use of the ledger, for people; any thread may read it
+        self.newest_path = ""  # the path of a block that was stored
         self._measure_after_s = 0.0
         self._ledger = DirectoryLedger(self.directory.path, self._note_lost_lock)
         self._sweeper = DirectorySweeper(self.directory, self._ledger, self._usable_bytes, self.counters, self.on_age)
@@ -106,7 +106,7 @@ class GrantClient:
         self._refusal: tuple[FileReason | None, float] = (None, 0.0)
         """Why nothing was granted, and until when stores fail at once for that reason."""
         self._is_closing = False
-        self._entries: list[Holder] = []  # what this tier's entry in the ledger can be
+        self._entries: list[Holder] = []  # the possible entries of this tier in the ledger
         self._is_survey_owed = False  # this tier's entry has gone, and with it perhaps a part of the total
         self._survey_after_s = -math.inf
         self._lost_lock_s = -math.inf  # when others were last known to hold a lock of this process, too
@@ -235,7 +235,7 @@ class GrantClient:
         try:
             reply: _Reply = await self.call(_repeated, exchange)
         except BaseException:
-            self._free_bytes += min(0, returned_bytes)  # what it owes, it goes on owing
+            self._free_bytes += min(0, returned_bytes)  # the debt stays
             raise
         if not reply.is_known and self._is_registered:
             self._free_bytes = max(0, self._free_bytes - free_bytes)
@@ -321,7 +321,7 @@ class GrantClient:
         return _Reply(granted_bytes, is_known, state.total_bytes, is_short or state.is_survey_due)
 
     def _measure(self, state: LedgerState) -> None:
-        """Keep to what the disk has room for. A capacity above it is never reached, and so would evict nothing."""
+        """Keep to the room of the disk. A capacity above it is never reached, and so would evict nothing."""
         if state.total_bytes is None or time.monotonic() < self._measure_after_s:
             return
         self._measure_after_s = time.monotonic() + _MEASURE_S
@@ -341,7 +341,7 @@ class GrantClient:
 
     @property
     def lost_lock(self) -> str:
-        """What to do against lost locks, where one was lost since the last survey was due. Any thread."""
+        """The remedy for lost locks, if one was lost since the last survey was due. Any thread."""
         return _LOST_LOCK if time.monotonic() - self._lost_lock_s < SURVEY_INTERVAL_S else ""
 
     def _note_lost_lock(self) -> None:

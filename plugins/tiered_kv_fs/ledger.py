@@ -15,7 +15,7 @@ Times are the file server's, so the clocks of hosts do not matter.
 A ledger that is missing or damaged has no total. Then it grants nothing until the next survey.
 
 Where a lock is lost (see locks.py), the ledger is read again before it is written, and stays if others have written it.
-They may still write over it. So a holder compares its entry with what it wrote last: if that is gone, a survey is due.
+They may still write over it. So a holder compares its entry with its last one: if that is gone, a survey is due.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LedgerState:
     now_s: float = 0.0  # the file server's time when the lock was taken; not stored
 
     def add(self, size_bytes: int) -> None:
-        """Add granted bytes to the total, or subtract those given back (negative)."""
+        """Add granted bytes to the total, or subtract returned ones (negative)."""
         self.pending_bytes = max(0, self.pending_bytes + size_bytes)
         self.take_off(-size_bytes)
 

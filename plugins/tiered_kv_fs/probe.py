@@ -1,4 +1,4 @@
-"""What a mount does not do as the tier needs it, found by trying once, at the opening.
+"""The needs of the tier that a mount does not meet, found by trying once, at the opening.
 
 The directory calls it on the opening's thread: some twenty calls on two empty files, which it removes again.
 """

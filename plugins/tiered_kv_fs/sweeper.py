@@ -212,7 +212,7 @@ class DirectorySweeper:
         return found
 
     def _evict(self, wanted_bytes: int, spares_used: bool) -> None:
-        """Remove some of the oldest files; `spares_used`: but those that were used since they were listed."""
+        """Remove some of the oldest files; `spares_used`: except files that were used after the listing."""
         removed_bytes = removed_files = 0
         try:
             for _ in range(_EVICTED_AT_ONCE):

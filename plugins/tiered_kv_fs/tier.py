@@ -49,7 +49,7 @@ _SMALL_THINGS_BYTES: Final = 448 << 10
 """Bytes of the least capacity for the small files of several processes, and for directories, beside one opening's."""
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
 _LOOKUPS_MAX: Final = 8
-"""Calls for lookups that run at once, each on a thread beside those for transfers, which cannot delay lookups."""
+"""Calls for lookups that run at once, each on a thread of its own, which transfers cannot delay."""
 _LOOKUP_KEYS: Final = 64  # keys in one call to a thread: on a network file system each may be a round trip
 _GRANT_THREADS: Final = 2
 _SHUTDOWN_TIMEOUT_S: Final = 2.0

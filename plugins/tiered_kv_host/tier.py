@@ -155,7 +155,7 @@ class HostTier(BlockingTier):
     def _note_uses(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Tell the server of uses, which count in its memory and in its tiers; return blocks that it has nowhere.
 
-        One that was started anew has lost its memory, and its engines would compute what this process keeps.
+        One that was started anew has lost its memory, and its engines would compute blocks that this process keeps.
         """
         link = self._manager.link
         if link is None:

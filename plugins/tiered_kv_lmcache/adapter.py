@@ -162,7 +162,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
             loaded = [key for key, is_done in zip(keys, answers, strict=True) if is_done]
             if loaded and kind is _Kind.LOAD:
                 self._notify_keys_accessed(loaded)
-        finally:  # whatever a listener of LMCache's raises
+        finally:  # also if a listener of LMCache raises
             moved_bytes = sum(tier_set.block_bytes * len(places) for tier_set, places in done.items())
             result = L2StoreResult(all(answers), moved_bytes) if kind is _Kind.STORE else _bitmap(answers)
             self._put(kind, number, result)
@@ -307,7 +307,7 @@ def _begin(
         try:
             getattr(tiers, kind.value)(*arguments, end)
             return
-        except Exception as error:  # whatever it is, LMCache gets its answer
+        except Exception as error:  # of any kind: LMCache gets its answer
             _log.error("%s of %d objects: %s: %s", kind.value, len(names), type(error).__name__, error)
     end([False] * len(names))
 

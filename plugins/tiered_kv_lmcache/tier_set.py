@@ -43,7 +43,7 @@ an object waits at most `QUEUE_S_MAX` for a tier, and a tier begins no work on i
 
 
 class AdapterNamespace(UserNamespace):
-    """The user's part of the namespace: what LMCache does not report."""
+    """The user's part of the namespace: numbers that LMCache does not report."""
 
     unknown_key_advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("model", "dtype", "layout", "layers", "groups", "parallel"), "LMCache sets it"
@@ -57,7 +57,7 @@ class AdapterNamespace(UserNamespace):
 
 
 class AdapterSettings(CallerSettings):
-    """The tiers below LMCache's L1, and what shapes the bytes."""
+    """The tiers below LMCache's L1, and the facts that shape the bytes."""
 
     location = LOCATION
 
@@ -249,7 +249,7 @@ class TierSet:
     # The blocks that LMCache counts.
 
     def learn(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-        """Note stored blocks; return those that LMCache does not count yet."""
+        """Note stored blocks; return the ones that LMCache does not count yet."""
         with self._lock:
             new = {key for key in keys if key not in self._known}
             for key in keys:
@@ -263,7 +263,7 @@ class TierSet:
             return list(islice(self._known, max(len(self._known) - KNOWN_MAX, 0)))
 
     def forget(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Forget blocks; return those that LMCache has counted."""
+        """Forget blocks; return the ones that LMCache has counted."""
         with self._lock:
             return [key for key in keys if self._known.pop(key, False)]
 

@@ -9,8 +9,8 @@ What must stay true. Records, removed records that a load still reads, and store
 load verifies its record. A store from before a reset adds no block.
 
 One ordered dictionary from key to record has everything, the least recently used record first. A store makes room
-before it copies: it evicts from the front (`_make_room`). A load counts as a reader of its record, whose memory counts
-until the last reader has ended. A reset sets the dictionary aside; later stores and loads release its records in
+before it copies: it evicts from the front (`_make_room`). A load counts as a reader of its record. The record's memory
+counts until the last reader has ended. A reset sets the dictionary aside; later stores and loads release its records in
 portions (`_sweep`). Nothing outlives the process.
 """
 

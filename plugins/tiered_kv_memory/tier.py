@@ -67,9 +67,9 @@ class MemoryTier(BlockingTier):
         # `_records_lock`, as do the attributes below.
         self._records: OrderedDict[OffloadKey, _Record] = OrderedDict()
         self._records_lock = threading.Lock()
-        # Records, removed records that are still being read, those from before a reset, and stores in flight.
+        # Records, removed records that are still being read, records from before a reset, and stores in flight.
         self._used_bytes = 0
-        self._remains: deque[OrderedDict[OffloadKey, _Record]] = deque()  # from before resets; nobody finds them
+        self._remains: deque[OrderedDict[OffloadKey, _Record]] = deque()  # from before resets; no lookup finds them
         self._counters = Counters(METRICS)
         self._absent: deque[OffloadKey] = deque(maxlen=_ABSENT_MAX)  # touched; the scheduler's
         self._events = EventLog(self.tier_spec.wants_events)

@@ -73,7 +73,7 @@ class RedisAdministration(ListedStorage):
                     yield list(_entries(client, list(dict.fromkeys(names))))  # SCAN may repeat a name
 
     def _scan(self, client: Redis, pattern: bytes, at_once: int, deadline: float) -> Iterator[bytes]:
-        """Yield names as `scan_iter`, but by the deadline: among many foreign names it may find none for long."""
+        """Yield names like `scan_iter`, but by the deadline: among many foreign names it may find none for long."""
         names: Any  # redis-py's type has text, too
         cursor: int | None = None
         while cursor != 0:

@@ -1,7 +1,7 @@
 """Blocks in servers: the commands for each server, and the failure of each block.
 
-`RedisTier` calls it on the toolkit's workers. Blocks move between the socket and their rows without a copy. A block
-succeeds only after its server has confirmed it, or its record was verified.
+`RedisTier` calls it on the toolkit's workers. A block succeeds only once its server has confirmed it, or it is
+verified.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Blocks:
         )
         return absent
 
-    # Positions are those in the batch.
+    # A position is a block's place in the batch.
 
     def _store(self, positions: Sequence[int], batch: Batch) -> Failures:
         unreadable = {at for at in positions if batch.names[at] in self._unreadable}
@@ -135,7 +135,7 @@ class Blocks:
         return failures | unknown | self._send(replaced, batch, overwrite=True)[1]
 
     def _send(self, positions: Sequence[int], batch: Batch, *, overwrite: bool) -> tuple[list[int], Failures]:
-        """Send blocks; return the positions whose existing value was kept, and the failures."""
+        """Send blocks; return the positions of kept values, and the failures."""
         failures: Failures = {}
         exchange = partial(Stores, batch=batch, transfer=self._transfer, overwrite=overwrite)
         done = self._run(positions, batch, failures, exchange)
@@ -221,7 +221,7 @@ class Blocks:
 
 
 def _with_second_attempt(attempt: Callable[[Sequence[int]], Failures], batch: Batch) -> Failures:
-    """Attempt all blocks, and once more those that have moved to another server."""
+    """Attempt all blocks, and once more the blocks that have moved to another server."""
     failures = attempt(range(len(batch.names)))
     moved = [at for at, reason in failures.items() if reason is ServerFailure.MOVED]
     if moved:
@@ -243,8 +243,8 @@ class Loads(Exchange):
         self, node: Node, positions: Sequence[int], failures: Failures, batch: Batch, transfer: Transfer
     ) -> None:
         super().__init__(node, positions, failures)
-        self.damaged: list[int] = []  # positions whose value no process can read; no store replaces it, so delete it
-        self.unreadable: list[int] = []  # positions of sound records whose codec or key this process lacks
+        self.damaged: list[int] = []  # positions of values that no process can read, and no store replaces: delete them
+        self.unreadable: list[int] = []  # positions of sound records with a codec or key that this process lacks
         self._keys = [batch.keys[at] for at in positions]
         self._names = [batch.names[at] for at in positions]
         self._blocks = [batch.blocks[at] for at in positions]

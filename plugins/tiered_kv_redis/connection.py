@@ -55,7 +55,7 @@ class Link:
 
     def __init__(self, connection: Connection, sock: socket.socket, opened_s: float) -> None:
         self.connection = connection
-        self.opened_s = opened_s  # of `time.monotonic()`, before it was connected
+        self.opened_s = opened_s  # by `time.monotonic()`, before it was connected
         self.stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else Stream(sock)
         self.replies = ReplyReader(self.stream)
         self.room = SendRoom()

@@ -18,7 +18,7 @@ from tiered_kv_redis.topology import Topology
 
 KEY_PREFIX = b"tkv1:"
 MARK_PAUSE_S = 1.0
-"""How often the mark is read while blocks are stored or used: a server evicts what was read least recently."""
+"""How often the mark is read while blocks are stored or used: a server evicts the least recently read values."""
 
 
 class KeySpace:

@@ -66,7 +66,7 @@ class Exchange(ABC):
         self.failures = failures
         self.count = len(positions)
         self.failure: RedisReason | None = None  # why the exchange ended early; None if it did not
-        self.answered = 0  # commands, from the first on, whose reply has been read
+        self.answered = 0  # commands, from the first on, with a reply that has been read
         self.longest_bytes = 0  # the longest value that it sends
 
     @abstractmethod
@@ -177,7 +177,7 @@ def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None]
 
 
 class Calls(Exchange):
-    """Small commands, one for each position, whose replies are a word, a number or nil."""
+    """Small commands, one for each position, with a word, a number or nil as reply."""
 
     def __init__(self, node: Node, positions: Sequence[int], failures: Failures, commands: Mapping[int, bytes]) -> None:
         super().__init__(node, positions, failures)
@@ -210,7 +210,7 @@ class Stores(Exchange):
         overwrite: bool,
     ) -> None:
         super().__init__(node, positions, failures)
-        self.occupied: list[int] = []  # positions whose existing value was kept
+        self.occupied: list[int] = []  # positions of kept values
         self._batch = batch
         self._transfer = transfer
         options = [] if overwrite else [b"NX"]

@@ -180,12 +180,13 @@ class Node:
         return None
 
     def retire(self) -> None:
-        """Close the connections to a server that has no blocks any more; those in use when they are given back."""
+        """Close the connections to a server that has no blocks any more; connections in use when they are given
+        back."""
         self._closing.set()
         self._close_idle()
 
     def close(self) -> None:
-        """Close every connection, also those in use; none is opened any more."""
+        """Close every connection, also the ones in use; none is opened any more."""
         self._closing.set()
         self._pool.disconnect()
         self._idle.clear()

@@ -108,7 +108,7 @@ def _left_s(deadline: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An error reply; `reason` is one word for the counters, `text` is what the server sent."""
+    """An error reply; `reason` is one word for the counters, `text` is the server's answer."""
 
     reason: RedisReason
     text: str

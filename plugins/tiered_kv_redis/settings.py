@@ -122,7 +122,8 @@ class RedisSettings(CodecSettings):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> RedisSettings:
-        """Refuse URLs where a part is expected, and what does not go together. No message repeats a value, a secret."""
+        """Refuse URLs where a part is expected, and settings that contradict each other. No message repeats a value, a
+        secret."""
         if self.host is not None and not _HOST.fullmatch(self.host):
             raise ValueError("'host' is a name or an address, without port, user or password; a URL belongs in 'url'")
         if self.socket is not None and "://" in self.socket:

@@ -60,7 +60,7 @@ class Topology:
             self._use({0: settings.addresses[0] if settings.socket is None else None})
 
     def split(self, names: Sequence[bytes], deadline: float) -> list[tuple[Node, list[int]]]:
-        """Return each server with the positions of its names. A name whose slot has no server now is left out.
+        """Return each server with the positions of its names. A name in a slot without a server is left out.
 
         Raises `NodeError`: the servers' addresses are unknown at the deadline.
         """
@@ -88,13 +88,13 @@ class Topology:
 
     @property
     def endpoints(self) -> str:
-        """The known servers, or those of the settings, for messages."""
+        """The known servers, or the ones of the settings, for messages."""
         labels = sorted(node.label for node in self.nodes()) or [_label_of(each) for each in self._settings.addresses]
         more = [f"{len(labels) - _NAMED_MAX} more"] if len(labels) > _NAMED_MAX else []
         return ", ".join(labels[:_NAMED_MAX] + more)
 
     def sentence(self, reason: RedisReason, text: str | None = None, *, wants: str = "") -> str:
-        """Return which server cannot be used, why, and what to do; `text` is by default the last one for the reason."""
+        """Return which server cannot be used, why, and the remedy; `text` is by default the last one for the reason."""
         said = self.said.get(reason, "") if text is None else text
         return sentence(self.endpoints, reason, said, self._settings.secret_texts(), wants=wants)
 

@@ -1,4 +1,4 @@
-"""Access to a bucket: the boto3 session with its credentials, the bucket's endpoint, and what a failure means.
+"""Access to a bucket: the boto3 session with its credentials, the bucket's endpoint, and sentences for failures.
 
 The tier, its `Bucket`, its `Control` and the administration share one object, on any thread. These things stay true:
 
@@ -81,7 +81,7 @@ class BucketAccess:
         self._asking = self._provider_of(self._session)
 
     def credentials(self, deadline: float) -> Credentials:
-        """Return the current credentials; those of a role or a process are refreshed before they expire.
+        """Return the current credentials; a role's or a process's are refreshed before they expire.
 
         Raises `TierUnavailableError`: there are none by the deadline.
         """
@@ -143,7 +143,7 @@ class BucketAccess:
         return said
 
     def sentence(self, reason: str, words: str, operation: str = "") -> str:
-        """Return what is wrong with the bucket, and what to do; without the secrets that a server may repeat."""
+        """Return the fault of the bucket, and the remedy; without the secrets that a server may repeat."""
         with self._lock:
             used = [text for each in self._used for text in astuple(each)]
         shown = "" if "authorization" in words.lower() else foreign_text(words, self._secrets.union(used))
@@ -212,7 +212,7 @@ class BucketAccess:
                 problem = f"the credentials of the provider '{provider.method}' {STRAY_CHARACTER}; correct them there"
             elif frozen is not None and frozen.access_key:
                 found = Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
-        except Exception as error:  # any exception of a provider, whose text may contain secrets
+        except Exception as error:  # any exception of a provider; its text may contain secrets
             problem = f"the provider of credentials failed: {type(error).__name__}"
         with self._lock:
             if self._session is session:

@@ -1,6 +1,6 @@
 """Administration of the bucket without a stack: survey and verify namespaces, and purge one with all its versions.
 
-Objects whose names are not of the tier's layout (`epoch.py`) are foreign: they stay, and are reported.
+Objects with names outside of the tier's layout (`epoch.py`) are foreign: they stay, and are reported.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Bucket:
         self.pool = ConnectionPool(access.endpoint(), settings.ca_file, access.counters)
         self._signer = Signer(access.region)
         self._moved_s = -math.inf  # when the signer and the pool were given another region
-        self._words: dict[Verdict, str] = {}  # what the server said last; any thread
+        self._words: dict[Verdict, str] = {}  # the server's last words; any thread
         self._closing = threading.Event()
         self.heard_s = -math.inf  # when the server last refused a request, by `time.monotonic()`; any thread
 
@@ -140,8 +140,8 @@ class Bucket:
 
         `on_age` is called with its age in seconds, if it was read.
 
-        `bytes_max` is the most that `sink` takes, for bodies whose length the server does not give in advance. One that
-        ends with its connection may be cut off, so it has to come twice.
+        `bytes_max` is the most that `sink` takes, for bodies of a length that the server does not give in advance. One
+        that ends with its connection may be cut off, so it has to come twice.
         """
         earlier: bytearray | None = None
 
@@ -242,7 +242,7 @@ class Bucket:
                 for at in waiting if time.monotonic() < patience.deadline else ():
                     verdicts[at] = verdict
                 return
-            may_open = len(connections) == wanted  # those that could not be opened are not tried again
+            may_open = len(connections) == wanted  # failed ones are not opened again
             try:
                 self._head_on(connections, names, waiting, verdicts, credentials)
             finally:
@@ -291,7 +291,7 @@ class Bucket:
         return verdict
 
     def sentence(self, verdict: Verdict, operation: str) -> str:
-        """Return what the verdict says of the bucket, what the server said last, and what to do."""
+        """Return the verdict's meaning, the server's last words, and the remedy."""
         return self._access.sentence(verdict, self._words.get(verdict, ""), operation)
 
     def close(self) -> None:
@@ -330,7 +330,7 @@ class Bucket:
                 return Verdict.DONE
             answer = replace(answer, status=500)  # S3 may find out after it has sent the status
         verdict = self._verdict_of(answer, body)
-        if verdict in (Verdict.CREDENTIALS, Verdict.DENIED):  # the latter also of a key that was replaced
+        if verdict in (Verdict.CREDENTIALS, Verdict.DENIED):  # DENIED also for a key that was replaced
             are_expired = verdict is Verdict.CREDENTIALS
             if self._access.renew(credentials, connection.patience.deadline, are_expired=are_expired):
                 return Verdict.CREDENTIALS

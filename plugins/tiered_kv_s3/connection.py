@@ -71,7 +71,7 @@ class Endpoint:
 
     @classmethod
     def of_url(cls, url: str) -> Self:
-        """Return the endpoint of the bucket that has an object "x" at `url`; raises as `Proxy.of_environment`."""
+        """Return the endpoint of the bucket that has an object "x" at `url`; raises: see `Proxy.of_environment`."""
         parts = urlsplit(url)
         assert parts.hostname, "boto3 gives whole URLs"
         return cls(
@@ -175,7 +175,7 @@ class Connection:
         self.is_reusable = self._keeps_open and not self._buffer
 
     def receive_unsized(self, answer: Answer, bytes_max: int) -> bytearray:
-        """Receive a body whose length the answer does not say; if it is longer than `bytes_max`, only its beginning."""
+        """Receive a body of unknown length; if it is longer than `bytes_max`, only its beginning."""
         body = bytearray()
         if not answer.is_chunked:  # it ends with the connection
             while len(body) <= bytes_max and (self._buffer or self._fill(_UNSIZED_BUFFER_BYTES)):
@@ -226,7 +226,7 @@ class Connection:
         return int(size, 16)
 
     def _read_to(self, end: re.Pattern[bytes]) -> bytes:
-        """Receive up to `end`, which has two or three bytes at most; consume it, and return what is before it."""
+        """Receive up to `end`, which has two or three bytes at most; consume it, and return the bytes before it."""
         searched = 0
         while (found := end.search(self._buffer, searched)) is None:
             searched = max(0, len(self._buffer) - 2)
@@ -316,7 +316,7 @@ class Signer:
         credentials: Credentials,
         now_s: float,
     ) -> dict[str, str]:
-        """Return the headers to send: the given ones, and those of the signature at `now_s` (seconds since 1970).
+        """Return the headers to send: the given ones, and the signature's at `now_s` (seconds since 1970).
 
         `path` is quoted and has no query. All `headers` are signed: lower-case names, values without surplus spaces,
         `host` among them. `payload_hash` is the body's SHA-256 in hex, or `UNSIGNED_PAYLOAD`.

@@ -3,7 +3,7 @@
 boto3 has no deadlines: timeouts and attempts bound each request, and the callers stop between requests. With less time
 left than all attempts may take, a request gets a client that takes no longer.
 
-Servers differ in what they know. A server that does not know a request gets the older one with the same effect: single
+Servers differ in their knowledge. A server that does not know a request gets the older one with the same effect: single
 deletes instead of many at once, version 1 of a listing, the objects instead of their versions.
 """
 
@@ -86,13 +86,13 @@ class Control:
         self._names_at_once, self._page_objects = DELETED_AT_ONCE, PAGE_OBJECTS
         self._deletes_singly = self._lists_by_version_1 = False
         self._closing = threading.Event()
-        self.deadline = math.inf  # of requests that begin from now on, in seconds of `time.monotonic()`
+        self.deadline = math.inf  # for requests that begin from now on, in seconds of `time.monotonic()`
         self._lock = threading.Lock()  # guards the two below; held while boto3 makes the client
         self._made_for: tuple[Credentials, float, int] | None = None
         self._client: Any = None  # Any: boto3 makes its class at run time
 
     def listed(self, prefix: str) -> Iterator[list[Listed]]:
-        """Yield the objects whose names begin with `prefix`, a page at a time."""
+        """Yield the objects with names that begin with `prefix`, a page at a time."""
         for page in self._object_pages(prefix):
             now_s = seconds_of(page["ResponseMetadata"]["HTTPHeaders"].get("date", "")) or time.time()
             yield [
@@ -275,7 +275,7 @@ class Control:
     # Deletes.
 
     def _delete_together(self, named: Sequence[Mapping[str, str]]) -> list[str]:
-        """Return an error code for each; empty for those that were deleted."""
+        """Return an error code for each; empty for deleted ones."""
         wanted = {"Objects": named, "Quiet": True}
         try:
             request = operator.methodcaller("delete_objects", Bucket=self._bucket, Delete=wanted)

@@ -2,9 +2,9 @@
 
 A block is useful only while all blocks before it in its prefix exist, so a prefix exists up to some block. A k-ary
 search finds that block: some parallel requests, spread over the prefix, and then again between the last block that
-exists and the first that does not. A prefix of 1,000 blocks takes three such rounds, whatever else is in the bucket.
-The load of a hole (a missing block before existing ones) finds it, as a miss. If answers show that the blocks are not
-in the order of a prefix, the search asks for each.
+exists and the first that does not. A prefix of 1,000 blocks takes three such rounds, with any other content of the
+bucket. The load of a hole (a missing block before existing ones) finds it, as a miss. If answers show that the blocks
+are not in the order of a prefix, the search asks for each.
 
 Answers are kept for `presence_ttl`, for all requests.
 """
@@ -63,7 +63,7 @@ class Presence:
             self._answers.clear()
 
     def ask(self, prefixes: Sequence[Sequence[str]], deadline: float) -> set[str]:
-        """Return the blocks that exist, without those that the bucket did not answer for by the deadline.
+        """Return the blocks that exist, without blocks that have no answer by the deadline.
 
         Each prefix has the names of blocks in the order of one prompt; all prefixes are searched in parallel.
         """
@@ -137,7 +137,7 @@ class _Search:
         ]
 
     def _bounds(self) -> tuple[int, int]:
-        """Return the last block that exists (or -1) before the first that is missing, and the latter."""
+        """Return the last block that exists (or -1) before the first missing one, and that one."""
         answers = self.answers
         missing = (at for at, answer in enumerate(answers) if answer is not None and answer is not Verdict.DONE)
         missing_at = next(missing, len(answers))

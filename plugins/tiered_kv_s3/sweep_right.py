@@ -1,7 +1,8 @@
 """Agreement of the processes of a namespace that one of them sweeps: listings cost money, and all would list the same.
 
-The object `sweep` says who has swept last, and when. Who finds it younger than the interval does not sweep. If that
-process ends, the object becomes old, and another one takes over. Now and then two sweep at once, which does no harm.
+The object `sweep` has the process that swept last, and the time. A process that finds it younger than the interval does
+not sweep. If that process ends, the object becomes old, and another one takes over. Now and then two sweep at once,
+which does no harm.
 
     tiered-kv sweep 1 PROCESS DELETED_S USED_BYTES
 

@@ -121,7 +121,7 @@ class Sweeper:
             pass
 
     def sweep_if_due(self) -> None:
-        """Sweep, unless another process has done so lately; raises as `sweep`."""
+        """Sweep, unless another process has done so lately; raises: see `sweep`."""
         swept = self._right.take(Swept(self._deleted_s, self.used_bytes))
         if swept is None:
             try:
@@ -255,7 +255,7 @@ class Sweeper:
         return len(doomed) == CANDIDATES_MAX
 
     def _delete(self, doomed: Sequence[Listed]) -> tuple[list[Listed], set[str]]:
-        """Delete blocks until the sweeper is stopped; return those that are gone, and why others are not."""
+        """Delete blocks until the sweeper is stopped; return the deleted ones, and why others are not."""
         all_gone: list[Listed] = []
         refusals: set[str] = set()
         refused = 0  # requests in a row; more would be refused too

@@ -1,7 +1,7 @@
-"""When blocks were stored and used, as far as this process knows: so that sweeps spare what is used.
+"""When blocks were stored and used, as far as this process knows: so that sweeps spare used blocks.
 
-The bucket knows the time of a store only. A used block that is half as old as those that sweeps delete is *renewed*:
-the server copies it onto itself. Any thread may call.
+The bucket knows the time of a store only. A used block is *renewed* if it is half as old as the blocks that sweeps
+delete: the server copies it onto itself. Any thread may call.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-KNOWN_MAX: Final = 65_536  # blocks; those that were used least recently are forgotten first
+KNOWN_MAX: Final = 65_536  # blocks; the least recently used ones are forgotten first
 
 
 class BlockUses:

@@ -24,7 +24,7 @@ _REGION_NAME = re.compile(r"[a-z0-9-]{1,64}")
 _CREDENTIAL_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 _SLOW_DOWN_CODES = frozenset({"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException"})
 _FULL_CODES = frozenset({"XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "InsufficientStorage"})
-"""Of servers whose storage or quota is used up: MinIO, Ceph."""
+"""Of servers with a full storage or quota: MinIO, Ceph."""
 _UNAVAILABLE_CODES = frozenset(
     {"RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict"}
 )
@@ -116,7 +116,7 @@ _UNKNOWN_HOST = ("not known", "name resolution", "no address")
 
 
 def sentence(url: str, reason: str, words: str, operation: str = "") -> str:
-    """Return what is wrong with the bucket at `url`, and what to do. `operation` is the request's, such as "put".
+    """Return the fault of the bucket at `url`, and the remedy. `operation` is the request's, such as "put".
 
     `words` are the server's or the system's, without secrets; an error code that they begin with counts before the
     verdict.
@@ -156,7 +156,7 @@ def verdict_of(answer: Answer, body: bytes) -> Verdict:
 
 
 def words_in(answer: Answer, body: bytes) -> str:
-    """Return what a server says about a failure: its error code and message, or only the status."""
+    """Return a server's words about a failure: its error code and message, or only the status."""
     code, message = _CODE.search(body), _MESSAGE.search(body)
     said = [found[1].decode("utf-8", "replace") for found in (code, message) if found]
     return html.unescape(": ".join(said)) or f"HTTP status {answer.status}"

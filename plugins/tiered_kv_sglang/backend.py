@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 5.0
 
 _kept: list[PagePool] = []
-"""Pools whose memory a hanging transfer may still use. They stay mapped until the process ends."""
+"""Pools with memory that a hanging transfer may still use. They stay mapped until the process ends."""
 
 
 class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not there when types are checked
@@ -265,7 +265,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
                     answers: Future[list[bool]] = Future()
                     getattr(tiers, method)(*arguments, answers.set_result)
                     waiting.append((len(parts.numbers), answers))
-        except Exception as error:  # whatever it is, SGLang's thread goes on
+        except Exception as error:  # of any kind: SGLang's thread goes on
             _log.error("cannot %s pages of the pool '%s': %s: %s", method, name, type(error).__name__, error)
             whole = [False] * len(keys)
         finally:  # after an error, too, no tier may use the pages any more

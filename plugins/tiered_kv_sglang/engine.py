@@ -1,6 +1,6 @@
-"""HiCache's extra config; what shapes the bytes of an engine's pages; and the namespace of each host pool.
+"""HiCache's extra config; the facts that shape the bytes of an engine's pages; and the namespace of each host pool.
 
-Everything counts that is not an ignored setting, so what a later SGLang adds counts by default: settings, variables
+Everything counts that is not an ignored setting, so additions of a later SGLang count by default: settings, variables
 of the environment, packages. `ignored_settings.toml` names the rest, and sections of settings about other things than
 the model. The page docs/reference/namespaces.md lists all.
 """
@@ -52,7 +52,7 @@ REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 
 
 class HiCacheNamespace(UserModelNamespace):
-    """What the extra config may say of the namespace."""
+    """The part of the namespace that the extra config may set."""
 
     unknown_key_advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("dtype", "layout", "hash_algorithm", "hash_seed", "layers", "groups", "parallel"),
@@ -115,7 +115,7 @@ _PACKAGES = (
     "helion", "hpc", "fla-core", "flydsl", "mlx", "torch-npu", "torchair", "spas_sage_attn", "wave-lang",
     "intel-extension-for-pytorch", "kt-kernel", "petit-kernel", "vector-quantize-pytorch",
 )  # fmt: skip
-"""Packages, and modules without a package, that count beside those that `computing_packages` finds by metadata."""
+"""Packages, and modules without a package, that count beside the ones that `computing_packages` finds by metadata."""
 
 _PLUGINS = re.compile(r"^sglang\.")
 """Groups of entry points whose packages count: they bring models, platforms, hooks."""
@@ -140,7 +140,7 @@ def model_path() -> str:
 
 
 def engine_facts(user: UserModelNamespace) -> dict[str, str]:
-    """Return what the namespace has to hold of the engine beside what HiCache and its host pools report, by name."""
+    """Return the engine's facts that the namespace needs beside the reports of HiCache and its host pools, by name."""
     config = process_model_config()
     user.check_attention("SGLang", config.hf_text_config.to_dict(), _NAMESPACE)
     if _value("enable_lora", "lora"):
@@ -221,7 +221,7 @@ def _weights(config: ModelConfig, load_format: str, user: UserModelNamespace) ->
 
 
 def _platform() -> str:
-    """Return what SGLang chooses kernels by."""
+    """Return the hardware by which SGLang chooses kernels."""
     device = str(_value("device", "device"))
     if device == "cuda":
         return f"{device} {torch.version.hip or ''} {'.'.join(map(str, torch.cuda.get_device_capability()))}"
@@ -241,7 +241,7 @@ def _digest(name: str, value: object) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"tiered-kv-sgl-v1").hexdigest()
 
 
-def _plain(value: Any) -> object:  # Any: whatever a configuration holds
+def _plain(value: Any) -> object:  # Any: a value of a configuration
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, value))
     if isinstance(value, (torch.dtype, type)):

@@ -1,8 +1,8 @@
 """SGLang's host pools: the places of a page's parts in memory.
 
 A page is the KV cache of some tokens, or a recurrent state. A host pool keeps it in one or more runs of bytes: keys and
-values, in a layer-first layout those of each layer, in a Mamba pool each kind of state. Each run is a *part*, with a
-number within its page, and is a block of a tier.
+values, in a layer-first layout each layer's, in a Mamba pool each kind of state. Each run is a *part*, with a number
+within its page, and is a block of a tier.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class PagePool:
         """Return the addresses and sizes of the parts of some pages."""
         try:
             addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
-        # What pools raise that have no fixed places.
+        # Exceptions of pools that have no fixed places.
         except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"SGLang's host pool '{self.name}' ({type(self.pool).__name__}, layout {self.pool.layout}) has no "

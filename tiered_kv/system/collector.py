@@ -1,7 +1,7 @@
-"""Containers that grow with what is stored, which Python's garbage collector need not walk.
+"""Containers that grow with the stored blocks, and that Python's garbage collector need not walk.
 
-The memory of tiers holds a reference or more for each stored block. A full collection would visit them all, on
-whichever thread it happens, with the interpreter's lock held: 17 ns for each.
+The memory of tiers holds a reference or more for each stored block. A full collection would visit them all, on any
+thread, with the interpreter's lock held: 17 ns for each.
 """
 
 from __future__ import annotations

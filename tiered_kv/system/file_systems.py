@@ -1,4 +1,4 @@
-"""What the kernel knows of files and their file systems, by calls that `os` lacks.
+"""The kernel's facts about files and their file systems, by calls that `os` lacks.
 
 The tiers with directories call it, and the primary tier's region. Any thread but the scheduler's: every call may wait
 for the file system. Where the kernel or the file system lacks a call, the answer is "unknown" and no error.
@@ -21,7 +21,7 @@ _libc: Any = ctypes.CDLL(None, use_errno=True)  # Any: its functions are found b
 _NOT_ALLOCATED: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV})
 _OF_PLACE: Final = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO})
 _INTERRUPTIONS_MAX: Final = 1000
-"""How often one allocation is begun again after a signal. A file system may undo what it had allocated."""
+"""How often one allocation is begun again after a signal. A file system may undo its allocation."""
 
 # <linux/stat.h>, <linux/fcntl.h>: statx(2) writes 256 bytes.
 _AT_EMPTY_PATH: Final = 0x1000
@@ -61,7 +61,7 @@ def is_held(error: OSError) -> bool:
 
 
 def is_stuck(error: OSError) -> bool:
-    """Return whether one file refuses what its directory allows: it is immutable, or the system uses it."""
+    """Return whether one file refuses changes that its directory allows: it is immutable, or the system uses it."""
     return error.errno in (errno.EPERM, errno.EBUSY, errno.ETXTBSY)
 
 
@@ -101,7 +101,7 @@ class DirectAlignment(NamedTuple):
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
-    """Return what the file system says of direct transfers of an open file; None if it says nothing."""
+    """Return the file system's rules for direct transfers of an open file; None if it says nothing."""
     statx = getattr(_libc, "statx", None)
     answer = ctypes.create_string_buffer(_STATX.size)
     if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):

@@ -54,9 +54,9 @@ class HugePages:
     page_bytes: int
     total_bytes: int
     free_bytes: int  # also below all limits
-    where: str  # what sets `free_bytes`
+    where: str  # the limit that sets `free_bytes`
     is_default: bool = True  # whether vm.nr_hugepages means this size
-    pool_bytes: int | None = None  # what is free in the pool; None for `free_bytes`
+    pool_bytes: int | None = None  # the free bytes of the pool; None for `free_bytes`
     limits: tuple[PoolLimit, ...] = ()
 
     @property
@@ -82,7 +82,7 @@ class HugePages:
         )
 
     def advice(self, size_bytes: int) -> str:
-        """Return what to do so that there is room; "" if there is, by all limits that can be seen here."""
+        """Return the remedy for missing room; "" if there is, by all limits that can be seen here."""
         pages = self.pages_of(size_bytes)
         wanted = pages * self.page_bytes
         free = self.free_bytes if self.pool_bytes is None else self.pool_bytes
@@ -157,7 +157,7 @@ def map_aligned(size_bytes: int, align_bytes: int, *, fd: int = -1, offset: int 
         `align_bytes`.
 
     Raises:
-        OSError, OverflowError: As `mmap.mmap`.
+        OSError, OverflowError: See `mmap.mmap`.
     """
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if align_bytes <= mmap.PAGESIZE:

@@ -1,8 +1,9 @@
 """Calls that no signal handler interrupts.
 
-Python runs signal handlers in the main thread, between two steps of whatever runs there. One that raises (Ctrl-C, a
-timeout by SIGALRM) would leave a lock held, a row taken or a list half changed. So the main thread hands such a call to
-a call thread, and only waits. If the wait is interrupted, the call ends early, and the interrupt goes on when it has.
+Python runs signal handlers in the main thread, between any two steps of the code that runs there. One that raises
+(Ctrl-C, a timeout by SIGALRM) would leave a lock held, a row taken or a list half changed. So the main thread hands
+such a call to a call thread, and only waits. If the wait is interrupted, the call ends early, and the interrupt goes on
+when it has.
 
 What the main thread itself uses here is written in C, and so either happens or does not: `SimpleQueue`, `Lock`, and
 `start_new_thread`. `threading.Event`, `Condition` and `Thread.start` take locks in Python, which an interrupt leaves
@@ -34,7 +35,7 @@ _END_S: Final = 10.0
 
 
 class _AbandonedError(BaseException):
-    """Ends a call whose caller was interrupted."""
+    """Ends the call of an interrupted caller."""
 
 
 class _Call(Generic[T]):
@@ -74,11 +75,11 @@ class CallThread:
         self._claim = threading.Lock()  # held by the thread that serves the calls
         self._running: _Call[Any] | None = None
         self._thread: threading.Thread | None = None
-        self._ident = 0  # of the thread that serves the calls
+        self._ident = 0  # the thread that serves the calls
         self._is_over = False
 
     def run(self, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """Return what `work` returns, or raise what it raises.
+        """Return the result of `work`, or raise its exception.
 
         With `undo` the thread ends after the call. If the caller is interrupted, `undo` gets the result.
         """
@@ -162,7 +163,7 @@ class CallThread:
                 call.run()
             self._running = None
             self._is_over = call.is_last
-            del call  # and what its work refers to
+            del call  # and the objects that its work refers to
 
     def _await(self, call: _Call[T], timeout_s: float = math.inf) -> None:
         """Wait until a call has ended, or cannot run on the thread, at most about `timeout_s`."""

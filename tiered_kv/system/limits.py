@@ -1,4 +1,4 @@
-"""What this process may use, and what a stack takes of it.
+"""The limits of this process, and a stack's needs.
 
 `Limits` reads the limits of the process, of its cgroups and of the machine. `compare` checks a stack's estimated use
 against them. The memory that other processes of the same container use is not known: only the stack counts, and the
@@ -62,14 +62,14 @@ class Need:
     what: Resource
     wanted: int
     available: int
-    where: str  # what sets the limit
+    where: str  # the place that sets the limit
     setting: str  # the setting to lower
-    problem: str = ""  # what is wrong and what to do; empty if nothing is
+    problem: str = ""  # the problem and its remedy; empty if there is none
     is_refused: bool = False  # the stack cannot work
 
     @property
     def shown(self) -> list[str]:
-        """What is wanted and what there is, for people."""
+        """The wanted and the available amount, for people."""
         return [str(each) if self.what in _COUNTS else rounded_bytes(each) for each in (self.wanted, self.available)]
 
 
@@ -100,7 +100,7 @@ class Limits:
     def free_memory(self, numa_node: int | None = None, *, is_slow: bool = True) -> list[Limit]:
         """Return how much more memory can be had now: of the machine, or a node, and below the limits of the cgroups.
 
-        What the kernel keeps of files counts as free, since it gives that up. Unless it may be slow, memory above
+        The kernel's cache of files counts as free, since the kernel gives it up. Unless it may be slow, memory above
         `memory.high` counts as not free.
         """
         found = []
@@ -123,7 +123,7 @@ class Limits:
         return pool_for(self.huge_page_pools(), size_bytes)
 
     def huge_page_pools(self) -> list[HugePages]:
-        """Return the reserved huge pages of each size, and what is free of them below the limits of the cgroups."""
+        """Return the reserved huge pages of each size, and the free ones below the limits of the cgroups."""
         found = dict(re.findall(r"^(Huge\w+): *(\d+)", self._read("/proc/meminfo"), re.M))
         # Without /proc there are none of any size; the number is for messages.
         default_bytes = int(found.get("Hugepagesize", 0)) << 10 or 2 << 20
@@ -187,7 +187,7 @@ class Limits:
         return rounded_bytes(soft) if soft != resource.RLIM_INFINITY else "unlimited"
 
     def _of_cgroups(self, controller: str, names: Mapping[str, str]) -> Iterator[tuple[str, Limit, int]]:
-        """Yield the directories of cgroups, their limits and what they use of them, by the names of both files."""
+        """Yield the directories of cgroups, their limits and their use, by the names of both files."""
         for folder in self._cgroups(controller):
             for name, usage in names.items():
                 if (text := self._read(f"{folder}/{name}").strip()).isdecimal():  # else "max", or no such file
@@ -222,7 +222,7 @@ class Limits:
 
 
 def compare(takes: Sequence[Take], limits: Limits | None = None, *, numa_node: int | None = None) -> list[Need]:
-    """Return what a stack needs of each resource, with what is wrong about it."""
+    """Return a stack's need of each resource, with its problem."""
     limits = limits or Limits()
     needs: list[Need] = []
     for what in ("memory", "descriptors", "threads"):
@@ -273,7 +273,7 @@ def _rounded_down(size_bytes: int) -> str:
 
 
 def disk_need(path: str | int, capacity_bytes: int, used_bytes: int, setting: str = "capacity") -> Need:
-    """Return what a directory needs of its disk; `used_bytes` are already in it. May wait for the file system."""
+    """Return a directory's need of its disk; `used_bytes` are already in it. May wait for the file system."""
     status = os.statvfs(path)
     limit = Limit(used_bytes + status.f_bavail * status.f_frsize, "the free space of its disk")
     short = (
@@ -311,7 +311,7 @@ def refuse(needs: Sequence[Need]) -> None:
 
 
 def require(needs: Sequence[Need]) -> None:
-    """Refuse a stack that cannot work here, and warn about one that may not. Raises as `refuse`."""
+    """Refuse a stack that cannot work here, and warn about one that may not. Raises: see `refuse`."""
     refuse(needs)
     for need in needs:
         if need.problem:

@@ -94,7 +94,7 @@ def _run(future: Future[Any], function: Callable[[], Any]) -> None:
 
 
 def call_within(limit_s: float, work: Callable[[], T], name: str, undo: Callable[[T], object] | None = None) -> T:
-    """Return what `work` returns on a thread of its own, or raise what it raises: a call that may hang in the kernel.
+    """Run `work`, which may hang in the kernel, on a thread of its own; return its result, or raise its exception.
 
     `undo` gets a result that comes too late, or after an exception of the waiting thread.
 
@@ -115,10 +115,10 @@ def call_within(limit_s: float, work: Callable[[], T], name: str, undo: Callable
             future.add_done_callback(partial(_undo, undo))
         raise
     finally:
-        del future  # an error of `work` has this frame, whose variables would keep it
+        del future  # an error of `work` has this frame, and its variables would keep the error
 
 
-def _undo(undo: Callable[[Any], object], future: Future[Any]) -> None:  # Any: what a call returned
+def _undo(undo: Callable[[Any], object], future: Future[Any]) -> None:  # Any: the result of a call
     if future.exception() is None:
         undo(future.result())
 
@@ -136,7 +136,7 @@ class DaemonThreads(Executor):
     def __init__(self, name: str, threads_max: int) -> None:
         self._name = name
         self._threads_max = threads_max
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()  # Any: what it returns
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()  # Any: a call's result
         self._lock = threading.Lock()  # guards the two below; held for assignments and the start of a thread
         self._threads: list[threading.Thread] = []
         self._is_shut_down = False
@@ -221,7 +221,7 @@ class BackgroundTask:
             try:
                 self._action()
             except BaseException:  # SystemExit too: later requests would not run
-                with suppress(Exception):  # of a log handler
+                with suppress(Exception):  # a log handler's
                     _log.exception("%s failed", self._name)
 
 

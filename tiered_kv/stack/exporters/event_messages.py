@@ -1,8 +1,8 @@
 """Messages: the form of published events, that of vLLM's KV cache events.
 
 A message's batch is `[seconds since 1970, [event, ...], data-parallel rank]` in msgpack. An event is a map with the key
-`type`: BlockStored, BlockRemoved or AllBlocksCleared. The fields are those of `vllm.distributed.kv_events` (vLLM 0.32
-and 0.33); docs/how-to/events.md explains them. The publisher's thread makes all of them.
+`type`: BlockStored, BlockRemoved or AllBlocksCleared. The fields come from `vllm.distributed.kv_events` (vLLM 0.32 and
+0.33); docs/how-to/events.md explains them. The publisher's thread makes all of them.
 """
 
 from __future__ import annotations

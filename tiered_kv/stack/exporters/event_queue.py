@@ -27,7 +27,7 @@ UNMERGED_BATCHES_MAX: Final = 1 << 15
 
 
 class StepEvents(NamedTuple):
-    """What one step reported, or several merged ones: first whether every block is gone, then the events."""
+    """The events of one step, or of several merged ones: first whether every block is gone, then the events."""
 
     time_s: float
     is_cleared: bool
@@ -58,7 +58,7 @@ class EventQueue:
         return self._refused_batches + self._dropped_batches
 
     def add(self, events: Sequence[OffloadingEvent], *, is_cleared: bool = False) -> None:
-        """Append a batch, whose keys must not change. The manager's thread calls this."""
+        """Append a batch; its keys must not change any more. The manager's thread calls this."""
         batches, keys = self._batches, keys_of(events)
         waiting_keys = self._added_keys - self._taken_keys
         if not self._is_overrun and batches:

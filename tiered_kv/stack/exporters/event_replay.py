@@ -22,7 +22,8 @@ from tiered_kv.system.threads import give_way
 REPLAY_BYTES_MAX: Final = 32 << 20
 REPLAY_MESSAGES_MAX: Final = 10_000
 SNAPSHOT_KEYS_MAX: Final = 1 << 20
-"""Keys in a snapshot, of some 80 bytes. Beyond it the oldest are left out: not every tier reports what it removes."""
+"""Keys in a snapshot, of some 80 bytes. Beyond it the oldest are left out: not every tier reports its removed
+blocks."""
 ANSWERS_MAX: Final = 16
 """Answers in progress; further requests wait in the socket."""
 STALLED_S: Final = 10.0
@@ -34,10 +35,10 @@ _END: Final = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 
 class KeptMessages:
-    """The latest messages, and a snapshot: the blocks that those before them leave."""
+    """The latest messages, and a snapshot: the blocks that earlier ones leave."""
 
     def __init__(self, form: MessageForm) -> None:
-        self.folded_number = -1  # of the last message that is in the snapshot, and kept no more
+        self.folded_number = -1  # the number of the last message that is in the snapshot, and kept no more
         self._form = form
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
@@ -60,7 +61,7 @@ class KeptMessages:
         return list(islice(self._kept, skipped, skipped + count))
 
     def snapshot(self) -> bytes:
-        """Return one message that leaves what the folded ones leave, whatever a subscriber knew."""
+        """Return one message that leaves the same blocks as the folded ones, for any subscriber."""
         events: list[Fields] = [{"type": ALL_BLOCKS_CLEARED}]
         for (group, owner), hashes in self._folded.items():
             rest = iter(hashes)

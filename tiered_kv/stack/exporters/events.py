@@ -90,7 +90,7 @@ class EventPublisher:
     # The manager's thread.
 
     def publish(self, events: Sequence[OffloadingEvent]) -> None:
-        """Queue events, whose keys must not change."""
+        """Queue events; their keys must not change any more."""
         self._queue.add(events)
 
     def clear(self) -> None:

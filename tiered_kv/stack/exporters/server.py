@@ -92,7 +92,7 @@ def routes_of(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
 
 @dataclass(slots=True, eq=False)
 class _OpenConnection:
-    """A connection, and what its thread does. The server's lock guards it."""
+    """A connection, and the state of its thread. The server's lock guards it."""
 
     thread: threading.Thread
     began_s: float = field(default_factory=time.monotonic)

@@ -124,7 +124,7 @@ def _whole(number: float | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class TierFate:
-    """What became of a block in one tier."""
+    """The fate of a block in one tier."""
 
     tier: str
     fate: str
@@ -134,7 +134,7 @@ class TierFate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What became of a block in each tier, in the order of the search. Its `key` is as it was asked for."""
+    """The fate of a block in each tier, in the order of the search. Its `key` is as it was asked for."""
 
     key: bytes
     tiers: tuple[TierFate, ...]
@@ -154,7 +154,7 @@ class Observed:
 def explain(
     history: BlockHistory, blocks: Mapping[OffloadKey, CPUBlock], keys: Sequence[OffloadKey]
 ) -> list[Explanation]:
-    """Return what became of each block; any thread may call. Of `blocks`, the primary tier's index, it reads keys."""
+    """Return the fates of each block; any thread may call. It reads keys of `blocks`, the primary tier's index."""
     found = []
     for key, fates in _in_slices(zip(keys, history.fates(keys), strict=True)):
         block = blocks.get(key)
@@ -171,8 +171,8 @@ def explain(
 def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[str, object]:
     """Answer `/explain?key=HEX&key=HEX`, `/explain?request=ID` or `/explain?last=N`; any thread may call.
 
-    `query` is as `urllib.parse.parse_qs` returns it. `last` asks for the last N requests that missed a block. Returns
-    the JSON that `docs/reference/command.md` describes.
+    `query` is a result of `urllib.parse.parse_qs`. `last` asks for the last N requests that missed a block. Returns the
+    JSON that `docs/reference/command.md` describes.
 
     Raises:
         ConfigError: The stack has no history, or the query is invalid.
