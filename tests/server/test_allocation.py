@@ -188,7 +188,7 @@ def test_blocks_that_are_larger_than_what_the_start_waits_for(refused_from: int,
         rows = wait_for_rows(served)
         assert rows == (1 if refused_from < 1 << 62 else 4)
         wait_until(lambda: rows == 1 or cache.put([b"a"], blocks) == 1)
-        assert rows == 1 or cache.get([b"a"], found) == 1
+        assert rows == 1 or cache.get([b"a"], found, WAIT_S) == 1
         assert rows == 1 or (found == 7).all()
 
 

@@ -35,7 +35,7 @@ from tests.support.stacks import PATIENT
 from tiered_kv.base import make_offload_key
 from tiered_kv.cli.main import main
 from tiered_kv.errors import ConfigError
-from tiered_kv.server import connect, host, protocol, server
+from tiered_kv.server import connect, protocol, server
 from tiered_kv.server.protocol import Hello, Welcome
 from tiered_kv.stack.exporters.event_messages import hashes_of
 from tiered_kv.testing.control import wait_until
@@ -51,12 +51,12 @@ def test_a_program_gets_what_another_has_put(tmp_path: Path) -> None:
         tiered_kv.connect(served.address) as first,
         tiered_kv.connect(served.address) as second,
     ):
-        assert first.put(HASHES, BLOCKS) == 24
-        assert first.flush()
-        assert second.contains(HASHES) == 24
+        assert first.put(HASHES, BLOCKS, timeout=WAIT_S) == 24
+        assert first.flush(WAIT_S)
+        assert second.contains(HASHES, WAIT_S) == 24
         assert second.contains([b"absent"]) == 0
-        assert second.prefetch(HASHES) == 24
-        assert (second.get(HASHES) == BLOCKS).all()
+        assert second.prefetch(HASHES, WAIT_S) == 24
+        assert (second.get(HASHES, timeout=WAIT_S) == BLOCKS).all()
         second.reset_cache()
         wait_until(lambda: first.epoch == 1)
         assert len(first.get(HASHES)) == 0
@@ -104,18 +104,20 @@ def test_a_missing_block_ends_the_prefix_for_its_later_parts(tmp_path: Path) -> 
 def test_keys_may_be_longer_than_a_message_allows(tmp_path: Path) -> None:
     hashes = [bytes(protocol.KEY_BYTES_MAX) + each for each in HASHES]
     with serving(tmp_path) as served, tiered_kv.connect(served.address) as stack:
-        assert stack.put(hashes, BLOCKS) == 24
-        assert stack.contains(hashes) == 24
-        assert (stack.get(hashes) == BLOCKS).all()
+        assert stack.put(hashes, BLOCKS, timeout=WAIT_S) == 24
+        assert stack.contains(hashes, WAIT_S) == 24
+        assert (stack.get(hashes, timeout=WAIT_S) == BLOCKS).all()
         assert stack.is_attached
 
 
 def test_neither_side_polls_for_what_the_other_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_TICK_S", WAIT_S)
-    monkeypatch.setattr(host, "ANSWER_S", 2 * WAIT_S)
     nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
-    with serving(tmp_path, stack_of(rows=64, secondary=[nvme])) as served, tiered_kv.connect(served.address) as stack:
-        assert stack.put(HASHES, BLOCKS) == 24
+    with (
+        serving(tmp_path, stack_of(rows=64, secondary=[nvme]), answer_s=2 * WAIT_S) as served,
+        tiered_kv.connect(served.address) as stack,
+    ):
+        assert stack.put(HASHES, BLOCKS, timeout=WAIT_S) == 24
         for number in range(5):  # they evict the first
             assert stack.put([b"%d %d" % (number, each) for each in range(24)], BLOCKS, timeout=WAIT_S) == 24
         assert stack.flush(WAIT_S)
@@ -149,7 +151,7 @@ def test_a_put_that_a_server_does_not_answer_counts_no_block(tmp_path: Path) -> 
         is_held.set()
         may_go_on.wait()
 
-    with serving(tmp_path) as served, tiered_kv.connect(served.address) as stack:
+    with serving(tmp_path, answer_s=1.0) as served, tiered_kv.connect(served.address) as stack:
         served.server.call_soon(hold)
         assert is_held.wait(WAIT_S), "it would answer before that"
         try:
@@ -171,7 +173,7 @@ def test_an_asyncio_program_awaits_the_calls(tmp_path: Path) -> None:
     async def use(address: str) -> int:
         async with tiered_kv.AsyncStack(tiered_kv.connect(address)) as stack:
             await stack.put(HASHES, BLOCKS)
-            found = await asyncio.gather(*(stack.get(HASHES) for _ in range(4)))
+            found = await asyncio.gather(*(stack.get(HASHES, timeout=WAIT_S) for _ in range(4)))
             return sum(len(each) for each in found)
 
     with serving(tmp_path) as served:
@@ -199,7 +201,7 @@ def test_a_program_stores_all_it_says_after_a_larger_server_has_gone(tmp_path: P
         stack = tiered_kv.connect(served.address)
     with stack, serving(tmp_path, stack_of(rows=64)):
         wait_until(lambda: stack.put(HASHES, BLOCKS) == 24)
-        assert stack.contains(HASHES) == 24
+        assert stack.contains(HASHES, WAIT_S) == 24
 
 
 def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -214,7 +216,7 @@ def test_without_a_server_nothing_is_found_and_nothing_waits(tmp_path: Path, cap
         assert len(stack.get(HASHES)) == 0
         with serving(tmp_path):
             wait_until(lambda: stack.put(HASHES, BLOCKS) == 24)
-            assert (stack.get(HASHES) == BLOCKS).all()
+            assert (stack.get(HASHES, timeout=WAIT_S) == BLOCKS).all()
     told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert any("every block is a miss" in each for each in told)
     assert any("attached to the host's cache" in each for each in told)
@@ -248,7 +250,8 @@ def test_a_server_that_is_ended_while_it_opens_its_stack_leaves_no_socket(tmp_pa
         assert process.stdout.readline() == "opening\n"
         assert (tmp_path / "a.sock").is_socket()
         process.terminate()
-        assert process.wait(WAIT_S) == -signal.SIGTERM
+        # The second, if its main thread is held up for so long that another thread ends it.
+        assert process.wait(WAIT_S) in (-signal.SIGTERM, 128 + signal.SIGTERM)
     assert not (tmp_path / "a.sock").exists()
 
 
@@ -351,7 +354,7 @@ def test_an_engine_goes_on_with_misses_while_a_server_of_another_release_is_ther
     path = tmp_path / "cache.sock"
     with serving(tmp_path) as served:
         stack = tiered_kv.connect(served.address)
-        assert stack.put(HASHES, BLOCKS) == 24
+        assert stack.put(HASHES, BLOCKS, timeout=WAIT_S) == 24
     with stack:
         with ExitStack() as there, monkeypatch.context() as replaced:
             if is_newer:
@@ -364,7 +367,7 @@ def test_an_engine_goes_on_with_misses_while_a_server_of_another_release_is_ther
             assert stack.contains(HASHES) == 0
         with serving(tmp_path):
             wait_until(lambda: stack.put(HASHES, BLOCKS) == 24)
-            assert (stack.get(HASHES) == BLOCKS).all()
+            assert (stack.get(HASHES, timeout=WAIT_S) == BLOCKS).all()
 
 
 @pytest.mark.parametrize("is_early", [False, True])

@@ -105,7 +105,7 @@ def test_no_odd_welcome_ends_attaching(
             assert not cache.is_attached
         with serving(tmp_path):
             wait_until(lambda: cache.put(HASHES, BLOCKS) == 4)
-            assert (cache.get(HASHES) == BLOCKS).all()
+            assert (cache.get(HASHES, timeout=WAIT_S) == BLOCKS).all()
     for said in (
         "(rows)",
         "(wait_s)",
@@ -137,7 +137,7 @@ def test_a_stack_opens_without_a_server_that_may_cut_its_memory(tmp_path: Path) 
         tiered_kv.open_stack({**stack, "secondary": [entry]}) as opened,
     ):
         assert opened.put(HASHES, BLOCKS) == 4
-        assert (opened.get(HASHES) == BLOCKS).all()
+        assert (opened.get(HASHES, timeout=WAIT_S) == BLOCKS).all()
 
 
 def test_a_field_that_a_newer_server_adds_is_left_out(tmp_path: Path) -> None:

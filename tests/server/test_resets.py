@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, Engine, Served, keys_of, serving, stack_of
+from tests.support.stacks import PATIENT
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.protocol import Hello
@@ -25,7 +26,7 @@ SETTINGS = {"namespace": {"model": "test"}, "block": {"bytes": BLOCK_BYTES}}
 
 
 def stack_in(folder: Path, kind: str = "nvme") -> dict[str, object]:
-    return stack_of(secondary=[{"type": kind, "path": str(folder / kind), "capacity": "64MiB"}])
+    return stack_of(secondary=[{"type": kind, "path": str(folder / kind), "capacity": "64MiB", **PATIENT}])
 
 
 def store(served_at: Path) -> None:

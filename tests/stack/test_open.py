@@ -372,7 +372,12 @@ class TestContains:
             stack.put(hashes(2), blocks_of(2))
             assert stack.contains(hashes(4), timeout=0.01) == 2
             assert stack.contains(hashes(4), timeout=0) == 2
-            assert stack.counters()["failing"]["exceptions_total"]
+
+            def has_failed() -> object:
+                assert stack.contains(hashes(4), timeout=0.01) == 2
+                return stack.counters()["failing"]["exceptions_total"]
+
+            wait_until(has_failed)
 
 
 class TestPrefetch:

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.server import idle, protocol
+from tiered_kv.server import host, idle, protocol
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.connect import ProgramManager
 from tiered_kv.server.host import Host
@@ -60,10 +61,12 @@ def serving(
     namespaces: int = 1,
     *,
     never_ends: bool = False,
+    answer_s: float = WAIT_S / 2,
 ) -> Iterator[Served]:
     """Serve a stack at `directory`/cache.sock.
 
-    With `never_ends` no process of a client ends: it is the test's own.
+    With `never_ends` no process of a client ends: it is the test's own. A client waits for `answer_s` for each answer,
+    longer than by default: a busy machine must not turn hits into misses.
     """
     path = directory / "cache.sock"
     opened = Namespaces(stack or stack_of(), namespaces)
@@ -74,7 +77,8 @@ def serving(
     thread.start()
     served = Served(f"unix:{path}", server, opened)
     try:
-        yield served
+        with mock.patch.object(host, "ANSWER_S", answer_s):
+            yield served
     finally:
         for engine in served.engines:
             engine.close()
