@@ -13,7 +13,7 @@ from tiered_kv.metrics.counters import Counters, count_of
 from tiered_kv.metrics.histogram import Histogram
 from tiered_kv.metrics.metric import Metric
 from tiered_kv.metrics.registry import Registry
-from tiered_kv.metrics.series import CounterView, Family, by_label, numbers
+from tiered_kv.metrics.series import CounterView, Family, by_label, counts_of, numbers
 from tiered_kv.metrics.vocabulary import MANAGER
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.rig import make_keys
@@ -75,6 +75,19 @@ def test_the_view_has_dictionaries_by_tier_name_and_label_and_is_the_caller_s() 
     assert json.loads(json.dumps(view)) == view
     view["disk"]["failed_blocks_total"].clear()
     assert registry.snapshot().tiers["disk"].value("failed_blocks_total", "load", "slow") == 2
+
+
+def test_what_a_view_has_is_found_again_by_the_names_of_its_labels() -> None:
+    counters = Counters([STORES, FAILED])
+    counters.add("failed_blocks_total", "load", "slow", count=2)
+    counters.add("failed_blocks_total", "store", "full", count=3)
+    view = CounterView(registry_of(counters).snapshot())["disk"]
+    failed = [
+        ({"direction": "load", "reason": "slow"}, 2),
+        ({"direction": "store", "reason": "full"}, 3),
+    ]
+    assert list(counts_of(FAILED, view["failed_blocks_total"])) == failed
+    assert list(counts_of(STORES, view["stores_total"])) == [({}, 0)]
 
 
 def test_a_value_that_was_not_counted_is_0_and_a_total_adds_up_labels() -> None:

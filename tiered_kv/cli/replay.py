@@ -38,7 +38,8 @@ from tiered_kv.cli.report.page import (
 from tiered_kv.cli.stacks import stack_with_blocks
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import format_bytes
-from tiered_kv.metrics.counters import flat_counts
+from tiered_kv.metrics.series import counts_of
+from tiered_kv.metrics.vocabulary import MANAGER
 from tiered_kv.reasons import FAILED, SENTENCES, TooSlow
 from tiered_kv.stack.open import EngineStack, open_engine_stack
 from tiered_kv.workload.replay import ReplaySettings, replay
@@ -60,7 +61,7 @@ _REASONS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "misses_total": ("missed", SENTENCES),
     "skipped_blocks_total": ("not stored", SENTENCES),
     "too_slow_blocks_total": ("not loaded", {reason.value: reason.sentence for reason in TooSlow}),
-    "failed_blocks_total": ("failed to {}", {reason.value: reason.sentence for reason in FAILED}),
+    "failed_blocks_total": ("failed to {direction}", {reason.value: reason.sentence for reason in FAILED}),
     "refused_promotion_blocks_total": ("not loaded", {"": "the primary tier had no room"}),
     "lookup_timeouts_total": ("lookups", {"": "without an answer in time"}),
     "expired_jobs_total": ("jobs", {"": "not ended by the deadline"}),
@@ -156,11 +157,11 @@ def _reason_rows(report: ReplayReport) -> Iterator[list[str]]:
     """Yield the rows of `_REASON_COLUMNS`: what was no hit or no store, and why."""
     for counter, (what, meanings) in _REASONS.items():
         for name, tier in report.tiers.items():
-            counts = flat_counts({"": tier.counters.get(counter, 0)})
-            for (_, *labels), count in sorted(counts, key=lambda each: -each[1]):
+            counts = counts_of(MANAGER[counter], tier.counters[counter]) if counter in tier.counters else ()
+            for labels, count in sorted(counts, key=lambda each: -each[1]):
                 if count:
-                    reason = labels[-1] if labels else ""
-                    yield [name, what.format(*labels), reason, f"{count:,}", meanings.get(reason, "")]
+                    reason = labels.get("reason", "")
+                    yield [name, what.format_map(labels), reason, f"{count:,}", meanings.get(reason, "")]
 
 
 def _notes(report: ReplayReport) -> Iterator[str]:

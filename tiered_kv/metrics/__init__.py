@@ -7,6 +7,9 @@ metric      what a metric is, and what a well-formed one is
 vocabulary  the manager's metrics, and those that several tiers have; a tier's own are in its plugin
 declared    checks of what plugins declare for their tiers
 counters    counts of events by name and labels, and what reads them
+series      all counts at one moment, each with its metric, its tier and its labels
+registry    where the counts of a stack come together
+own         what a tier's `stats` returned, read by what its type declares
 histogram   counts of values by size
 notices     the last changes in a stack, for an operator
 step_timer  how long the manager takes in a scheduler's step

@@ -54,6 +54,14 @@ class Family(NamedTuple):
         return nested
 
 
+def counts_of(metric: Metric, nested: Any) -> Iterator[tuple[dict[str, str], int]]:  # Any: as `Family.nested`
+    """Yield the counts of a family that `nested` has given, each with the names and values of its labels."""
+    found: list[tuple[dict[str, str], Any]] = [({}, nested)]
+    for name in metric.labels:
+        found = [({**labels, name: value}, inner) for labels, above in found for value, inner in above.items()]
+    yield from found
+
+
 def numbers(table: Mapping[str, Metric], values: Mapping[str, Number]) -> list[Family]:
     """Return numbers without labels, by the names of their metrics in `table`."""
     return [Family(table[name], {(): value}) for name, value in values.items()]

@@ -88,7 +88,7 @@ PRIMARY: Final = table(
         SHORT_SECONDS,
     ),
 )
-"""Of the primary tier: the `snapshot` of `PrimaryRows`, `RequestTable`, `PrimaryAccount` and `EngineCost`."""
+"""Of the primary tier: `_measure` of `TieringOffloadingManager`, and `PrimaryAccount.measure`."""
 
 HISTORY: Final = table(
     Metric("blocks_total", "Blocks that requests asked for.", ("result",), values=_each("hit", "miss")),
@@ -105,7 +105,7 @@ HISTORY: Final = table(
     ),
     Metric("unexplained_blocks_total", "Blocks asked for too fast for the history; only of cpu."),
 )
-"""Of the history, for each tier: `Ledger.snapshot`."""
+"""Of the history, for each tier: `Ledger.snapshot`, by way of `PrimaryAccount.measure`."""
 
 SECONDARY: Final = table(
     Metric("jobs_in_flight", "Jobs submitted and not yet reported."),
@@ -130,7 +130,7 @@ SECONDARY: Final = table(
     Metric("breaker_state", "0 closed, 1 half open, 2 open."),
     Metric("breaker_opened_total", "Times that the breaker opened."),
 )
-"""Of every secondary tier, besides its account: `GuardedTier.snapshot`."""
+"""Of every secondary tier, besides its account: `tiering/gauges.py`."""
 
 AUDIT: Final = table(
     Metric(
@@ -148,7 +148,7 @@ AUDIT: Final = table(
     Metric("audit_busy_requests_total", "Requests not audited because another was; only of cpu."),
     Metric("audit_abandoned_blocks_total", "Blocks that were not compared; only of cpu.", ("reason",)),
 )
-"""Of the audit: `tiering/audit/manager.py`."""
+"""Of the audit: `Audit.measure` in `tiering/audit/audit.py`."""
 
 EVENTS: Final = table(
     Metric("event_messages_total", "Messages sent to subscribers, also if there were none."),
@@ -164,7 +164,7 @@ ATTACHED: Final = table(
     Metric("lost_connections_total", "Connections to the host's server that ended before the engine did."),
     Metric("connection_state", "1 attached, 0 not: then every block is a miss."),
 )
-"""Of an engine that uses a host's cache, with blocks stored, loaded and missed: `AttachedManager.counters`.
+"""Of an engine that uses a host's cache, with blocks stored, loaded and missed: `AttachedCounts`.
 
 Its tier is `host`."""
 

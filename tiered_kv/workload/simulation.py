@@ -24,7 +24,6 @@ from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.errors import ConfigError
-from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import limits_of, located
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.keys_only import KeysOnlyTier, KeyStore
@@ -239,15 +238,18 @@ def _step_once(running: dict[Server, None]) -> None:
 
 def _simulated(config: StackConfig, requests: Sequence[Request], servers: Sequence[Server]) -> Simulated:
     tallies = [server.replay.tally for server in servers]
-    counters = [server.manager.counters() for server in servers]
+    snapshots = [server.manager.registry.snapshot() for server in servers]
     blocks, block_bytes = sum(tally.blocks for tally in tallies), config.block.bytes
+
+    def total(tier: str, name: str) -> int:
+        return sum(int(each.tiers[tier].total(name)) for each in snapshots)
 
     def use(name: str, counts: Mapping[str, int], capacity_bytes: int | None, storages: int) -> TierUse:
         hits = sum(tally.hits[name] for tally in tallies)
         return TierUse(
             hits=hits,
             hit_rate=round(hits / max(blocks, 1), 6),
-            skipped_blocks=sum(count_of(each, name, "skipped_blocks_total") for each in counters),
+            skipped_blocks=total(name, "skipped_blocks_total"),
             written_bytes=counts["written_blocks"] * block_bytes,
             read_bytes=counts["read_blocks"] * block_bytes,
             capacity_bytes=capacity_bytes,
@@ -256,8 +258,8 @@ def _simulated(config: StackConfig, requests: Sequence[Request], servers: Sequen
         )
 
     of_primary = dict.fromkeys(_COUNTS, 0) | {
-        "written_blocks": sum(count_of(each, PRIMARY_NAME, "stored_blocks_total") for each in counters),
-        "read_blocks": sum(count_of(each, PRIMARY_NAME, "loaded_blocks_total") for each in counters),
+        "written_blocks": total(PRIMARY_NAME, "stored_blocks_total"),
+        "read_blocks": total(PRIMARY_NAME, "loaded_blocks_total"),
         "evicted_blocks": sum(server.primary.evicted_blocks for server in servers),
         "used_bytes": sum(len(server.primary.blocks) for server in servers) * block_bytes,
     }
