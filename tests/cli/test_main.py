@@ -316,6 +316,11 @@ def test_plugins_lists_tiers_with_their_settings(command: Command) -> None:
     text = command.out("plugins", "nvme")
     assert "job_timeout" in text
     assert "bucket" not in text, "the settings of one type"
+    assert "reclaimed_segments_total" in text
+    (nvme,) = command.json("plugins", "nvme")["tiers"]
+    corrupt = next(metric for metric in nvme["metrics"] if metric["name"] == "corrupt_blocks_total")
+    assert (corrupt["labels"], corrupt["unit"]) == (["reason"], "blocks")
+    assert corrupt["help"]
     assert [tier["name"] for tier in command.json("plugins", "nvme")["tiers"]] == ["nvme"]
     assert "there is no tier type 'nvm' (did you mean 'nvme'?)" in command.err("plugins", "nvm")
 

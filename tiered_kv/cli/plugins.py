@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     if verb == "schema":
         describe_use(parser, ("tiered-kv schema", "for an editor to complete and check stack.yaml"))
         return
-    parser.add_argument("name", metavar="NAME", nargs="?", help="show the settings of this tier type")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="show the settings and metrics of this tier type")
     describe_use(
         parser,
         ("tiered-kv plugins", "the tier types and policies that were found"),
@@ -67,6 +67,7 @@ def _plugins(args: argparse.Namespace) -> Status:
                         "plugin": state.plugin,
                         "distribution": state.distribution,
                         "settings": _settings(tier),
+                        "metrics": _metrics(tier),
                     }
                     for state, tier in found
                 ],
@@ -110,6 +111,12 @@ def _settings(tier: TierType) -> list[dict[str, object]]:
     ]
 
 
+def _metrics(tier: TierType) -> list[dict[str, object]]:
+    return [
+        {"name": each.name, "labels": list(each.labels), "unit": each.unit, "help": each.help} for each in tier.metrics
+    ]
+
+
 def _accepts(field: Schema) -> str:
     """Return the types that a setting's JSON schema accepts."""
     if "anyOf" in field and "format" not in field:
@@ -131,6 +138,9 @@ def _show(tier: TierType, state: PluginState) -> None:
     about = f": {tier.description}" if tier.description else ""
     title = f"{tier.name}{about} ({state.origin})"
     print_table(["setting", "accepts", "default", "what it is for"], rows, title=title, numbers=False)
+    if tier.metrics:
+        counted = [[each.name, ", ".join(each.labels), each.help] for each in tier.metrics]
+        print_table(["metric", "labels", "what it counts"], counted, numbers=False)
 
 
 def _default(tier: TierType, setting: dict[str, object]) -> str:
