@@ -1,5 +1,8 @@
 """Estimates of hit density: expected hits for the room and time that blocks take, by their group and age.
 
+The policy `density` asks it on the scheduler's thread, and nvme's `Worth` on the reclaimer's. It decides an order, and
+no byte depends on it.
+
 The unit is called a tail here: the policy `density` keeps or evicts tails of prompts, and nvme small groups of blocks.
 
 The chance of a return at some age is the hazard. It is the hazard of the tail's kind at this age, times a factor of its

@@ -1,5 +1,8 @@
 """Authenticated encryption of blocks: AES-256-GCM (NIST SP 800-38D), with the library `cryptography`.
 
+`CodecSet` calls it, on the thread that stores or loads a block. A payload opens only where it was sealed. No nonce is
+used twice under one key, except by the copies of a process that the last paragraph names.
+
 A payload is an envelope: key id, key check, salt, nonce, ciphertext, tag. `docs/reference/formats.md` describes it. The
 tag also covers the namespace, the whole key, the codec and the block's length, so that a payload is valid in one place.
 

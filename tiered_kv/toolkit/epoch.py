@@ -1,5 +1,9 @@
 """The epoch of a namespace: it separates the blocks from before a reset from later blocks.
 
+A tier owns one `Epoch`. `value` and `try_to_save` run on workers, since they may wait for the storage. `renew` runs on
+the scheduler's thread, without I/O. The rules below must stay true: a block from before a reset is found by no process
+that knows of the reset.
+
 An epoch is a random *value* in the name of every block. A reset draws another value, so no process asks for the older
 names again. The storage keeps a small *mark*, from which later processes learn which epoch to join.
 

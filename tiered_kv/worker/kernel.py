@@ -1,5 +1,8 @@
 """The kernel that copies short runs between a device and page-locked CPU memory. It needs Triton.
 
+`short_runs` measures it, and `CudaCopier` launches it, both on the engine's thread. It copies exactly the runs of its
+plan.
+
 A device's copy engine takes microseconds for each run, however short. A kernel reads and writes the CPU's memory
 through its mapped addresses, and has many runs in flight. It has few programs, which share the pieces of all runs, so
 that the model keeps most multiprocessors.

@@ -1,5 +1,8 @@
 """The file that the processes of one engine share. It shows which of them have joined, and has a note of each.
 
+`SharedStack` and vLLM's spec join it, each process on the thread that opens. No process maps a region that another run
+uses.
+
 The processes are called parties. The file has a name only until all parties have joined. Until then:
 
 - Each party holds a lock on a byte of its own (open file description locks, fcntl(2)).

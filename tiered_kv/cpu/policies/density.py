@@ -1,5 +1,8 @@
 """Learned hit density, by tail: evicts the blocks with the fewest expected hits for their room and time.
 
+The primary tier's manager calls it, on the scheduler's thread. It holds evictable blocks only, and its memory is
+bounded by theirs.
+
 After N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Their
 unit is an object. Here it is a tail (`tails.py`): the blocks that one request was the last to use.
 `tiered_kv/cpu/hit_density.py` computes the estimates. The numbers were chosen on the trace and the workloads of

@@ -1,5 +1,7 @@
 """Tails: blocks grouped by the request that was the last to use them, and the order of their eviction.
 
+The policy `density` owns them, on the scheduler's thread.
+
 A tail loses its deepest block first, and no block that another tail follows. So the resident blocks are whole prefixes.
 A request that goes on after it has lost blocks stores *orphans*: blocks after an absent one. They are evicted first.
 """
