@@ -3,7 +3,7 @@
     python tests/performance/policy_hits.py --policies lru arc s3fifo density --sizes 1000 5000 --trace FILE
     python tests/performance/policy_hits.py --workloads chats agents documents uniform recency --seed 1
 
-The requests go one after the other through the primary tier's manager, or `--running` of them at a time, while its
+The requests go one after the other through the primary tier, or `--running` of them at a time, while its
 clock stands still. Blocks are 8 bytes, and no bytes move. The policy `bound` is Belady's rule by block: it evicts the
 block whose next use is farthest. It bounds no prefix hit rate exactly, but no policy that cannot see the future comes
 near it.

@@ -1,6 +1,6 @@
 """The blocks of the primary tier, their allocation, and the chains of requests.
 
-The primary tier's manager owns all of it, on the scheduler's thread; the policies read it there. A row belongs to one
+`PrimaryRows` owns all of it, on the scheduler's thread; the policies read it there. A row belongs to one
 block, and is free only while no transfer and no pin uses it.
 """
 

@@ -1,4 +1,9 @@
-"""Batched lookups in a remote index, with deadlines."""
+"""Batched lookups in a remote index, with deadlines.
+
+`QueuedTier`, `IsolatedTier` and tiers of other authors own one. The scheduler's thread asks, and never waits; a worker
+takes a probe and answers it. Each question gets one answer: a key without an answer at its deadline is a miss, and late
+answers are ignored.
+"""
 
 from __future__ import annotations
 

@@ -54,10 +54,10 @@ class LookupState:
     """When it last asked; infinite before its first answer None, and after it has loaded promoted blocks."""
     is_asking: bool = True
     """Whether the request itself looks up, and not its prefetch."""
-    turn: object = None
-    """The turn of the search in which it last asked."""
-    waiting_turn: object = None
-    """The turn of the search in which it was last answered None."""
+    asking_pass: object = None
+    """The pass of the search in which it last asked."""
+    waiting_pass: object = None
+    """The pass of the search in which it was last answered None."""
     unanswered: dict[tuple[OffloadKey, GuardedTier], float] = field(default_factory=dict)
     """Since when (seconds) a tier has not answered for a key."""
     denied: dict[OffloadKey, int] = field(default_factory=dict)

@@ -69,10 +69,10 @@ class Search:
         self.refresh(clock())
 
     def refresh(self, now_s: float) -> None:
-        """Begin a turn: note the time and the tiers in use. Called after a step, and when a breaker may have opened."""
+        """Begin a pass: note the time and the tiers in use. Called after a step, and when a breaker may have opened."""
         self.leave()
         self._now_s = now_s
-        self._turn = object()
+        self._pass = object()
         self._searched = [(guarded, guarded.tier.lookup) for guarded in self._tiers if guarded.is_searched]
 
     def leave(self) -> None:
@@ -228,14 +228,14 @@ class Search:
                 return self._answer_miss(key)
             if not is_known and self._owner is not None:  # once, although a waiting request asks in each step
                 self._owner.found(key)
-        state.lookups.asked_s, state.lookups.waiting_turn = self._now_s, self._turn
+        state.lookups.asked_s, state.lookups.waiting_pass = self._now_s, self._pass
         return None
 
     def _judge(self, key: OffloadKey, answer: bool | None, guarded: GuardedTier, state: RequestState) -> _Verdict:
         if answer is None:
             now_s = self._clock()
             if now_s - state.lookups.unanswered.setdefault((key, guarded), now_s) < guarded.settings.lookup_timeout:
-                state.lookups.asked_s, state.lookups.waiting_turn = self._now_s, self._turn
+                state.lookups.asked_s, state.lookups.waiting_pass = self._now_s, self._pass
                 return _Verdict.WAIT
             guarded.account.lookups_timed_out()
             self._fail(guarded, state)
@@ -268,7 +268,7 @@ class Search:
                     state.lookups.load_room[guarded] -= 1
                 if self._owner is not None:
                     self._owner.found(key)
-            state.lookups.asked_s, state.lookups.waiting_turn = self._now_s, self._turn
+            state.lookups.asked_s, state.lookups.waiting_pass = self._now_s, self._pass
             return _Verdict.WAIT
         if not state.lookups.is_asking:
             return _Verdict.WAIT  # a prefetch may wait for room without a bound
@@ -289,14 +289,14 @@ class Search:
         return dict.fromkeys(keys, False)
 
     def _attend(self, state: RequestState) -> None:
-        """Note that `state` asks now, and not the same request as before in this turn."""
+        """Note that `state` asks now, and not the same request as before in this pass."""
         self._asking = state
         lookups = state.lookups
-        is_new = lookups.turn is not self._turn
+        is_new = lookups.asking_pass is not self._pass
         if is_new:
-            if lookups.turn is not lookups.waiting_turn or self._now_s - lookups.asked_s > PAUSE_S_MAX:
+            if lookups.asking_pass is not lookups.waiting_pass or self._now_s - lookups.asked_s > PAUSE_S_MAX:
                 lookups.denied.clear()  # it does not wait any more
-            lookups.turn = self._turn
+            lookups.asking_pass = self._pass
             if lookups.asked_s < self._now_s and not state.loads.waits_for_room:
                 lookups.count_wait(self._now_s, self._wait_max_s)
             if lookups.unanswered and lookups.is_asking:

@@ -26,7 +26,7 @@ STORED_SHARE: Final = 4
 NOTED_MAX: Final = 4096
 """Keys that are gathered between two times; of one call even more. Others are not noted: a hot block is used again."""
 TOLD_AT_ONCE: Final = 512
-"""Keys that tiers are told at once. The rest have their turn before the same ones are told again."""
+"""Keys that tiers are told at once. The rest come before the same ones are told again."""
 LACKED_MAX: Final = 1 << 16
 """Refused or failed blocks that are remembered for each tier, at most as many as the primary tier has rows."""
 WANTED_MAX: Final = 4096

@@ -1,6 +1,6 @@
 """Eviction policies of the primary tier: their contract, and a policy by its name.
 
-The primary tier's manager makes one and calls it, on the scheduler's thread. A policy chooses only among blocks that
+`PrimaryRows` makes one and calls it, on the scheduler's thread. A policy chooses only among blocks that
 the manager has added: a pinned block is in none.
 """
 

@@ -1,6 +1,6 @@
 """A policy that others wrote: its answers decide which rows are overwritten, so they are checked.
 
-The primary tier's manager wraps a third-party policy, and calls it on the scheduler's thread. After the first broken
+`PrimaryRows` wraps a third-party policy, and calls it on the scheduler's thread. After the first broken
 answer lru decides for good: a row that a transfer uses is never given away.
 """
 

@@ -1,6 +1,6 @@
 """Learned hit density, by tail: evicts the blocks with the fewest expected hits for their room and time.
 
-The primary tier's manager calls it, on the scheduler's thread. It holds evictable blocks only, and its memory is
+`PrimaryRows` calls it, on the scheduler's thread. It holds evictable blocks only, and its memory is
 bounded by theirs.
 
 After N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Their

@@ -1,6 +1,6 @@
 """Policies by recency: an order of blocks by the request that used them last, and lru and arc over it.
 
-The primary tier's manager calls them, on the scheduler's thread. An order holds evictable blocks only: a pinned block
+`PrimaryRows` calls them, on the scheduler's thread. An order holds evictable blocks only: a pinned block
 is in none. Of one request, the block at the end of the prefix goes first.
 """
 
