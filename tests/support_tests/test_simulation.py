@@ -16,13 +16,12 @@ from tests.support.simulation.scenario import ACTIONS
 from tests.support.simulation.simulation import Simulation
 from tests.support.simulation.tiers import SimulatedToolkitTier
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.metrics.counters import flat_counts
 from tiered_kv.reasons import Reason
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.promotions import Promotions
-from tiered_kv.tiering.requests import LookupState
+from tiered_kv.tiering.requests import LookupState, RequestTable
 from tiered_kv.toolkit.jobs import Part, PartQueue
 from tiered_kv.toolkit.record import RecordStatus
 
@@ -168,7 +167,7 @@ DEFECTS: dict[str, tuple[list[tuple[object, str, object]], str]] = {
         "is not there to be found",
     ),
     "a request that stores after a reset": (
-        [(PrimaryRows, "is_outdated", lambda *_: False)],
+        [(RequestTable, "is_outdated", lambda *_: False)],
         "blocks of old weights are stored",
     ),
     "a request that waits without a bound": (
