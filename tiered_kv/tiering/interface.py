@@ -58,10 +58,10 @@ class CacheManager(OffloadingManager):
     def end_prefetch(self, req_context: ReqContext) -> None:
         """End the prefetch of a request: from now on it looks its blocks up itself."""
 
+    @abstractmethod
     def ask_known(self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext) -> None:
         """Ask which blocks are stored, among the blocks that the engine has itself and will offer; `keys` returns
         them."""
-        return  # a stack knows without asking
 
     @abstractmethod
     def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0, is_whole: bool = False) -> None:
