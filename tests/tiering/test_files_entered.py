@@ -27,6 +27,7 @@ from tiered_kv.base import (
 )
 from tiered_kv.stack.open import EngineStack, open_engine_stack
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.tiering import uses
 
 ROOT = Path(__file__).parents[2]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("tiered_kv", "plugins"))
@@ -201,7 +202,10 @@ def engine(tmp_path: Path, files: Files) -> Iterator[Engine]:
         engine.close()
 
 
-def test_a_step_s_end_with_nothing_to_do_enters_few_files(engine: Engine, files: Files) -> None:
+def test_a_step_s_end_with_nothing_to_do_enters_few_files(
+    engine: Engine, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uses, "INTERVAL_S", 3600.0)  # its end would have something to do
     engine.store("first", make_keys(1))
     entered: list[set[str]] = []
     for _ in range(8):  # four times a second a step also tells the tiers which blocks were used

@@ -118,8 +118,8 @@ def inner(region: PrimaryRegion) -> HeldTier:
 def open_tier(inner: HeldTier) -> Iterator[OpenTier]:
     opened: list[IsolatedTier] = []
 
-    def open_one(*arguments: Any) -> IsolatedTier:  # Any: as the tier takes them
-        opened.append(IsolatedTier(inner, *arguments))
+    def open_one(lookup_timeout_s: float = WAIT_S, *more: Any) -> IsolatedTier:  # Any: as the tier takes them
+        opened.append(IsolatedTier(inner, lookup_timeout_s, *more))
         return opened[-1]
 
     yield open_one

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hanging import HangingMount, impatient_mount
-from tests.support.stacks import stack_of
+from tests.support.stacks import PATIENT, stack_of
 from tests.support.tenants import BLOCK_BYTES, Tenant
 from tiered_kv import DirectTiers, Namespace, open_stack
 from tiered_kv.errors import ConfigError, TierUnavailableError
@@ -33,7 +33,14 @@ def stack(kind: str, mount: HangingMount, **settings: object) -> dict[str, objec
 
 
 def entry(kind: str, mount: HangingMount, **settings: object) -> dict[str, object]:
-    return {"type": kind, "path": f"{mount.path}/kv", "capacity": 64 << 20, "breaker_cooldown": 0.01, **settings}
+    return {
+        "type": kind,
+        "path": f"{mount.path}/kv",
+        "capacity": 64 << 20,
+        "breaker_cooldown": 0.01,
+        **PATIENT,
+        **settings,
+    }
 
 
 def tenants(folder: Path, mount: HangingMount, kind: str, **settings: object) -> tuple[Tenant, Tenant]:
