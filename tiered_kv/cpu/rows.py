@@ -1,8 +1,8 @@
 """The primary tier's rows: the block of each key, its pins, and evictions.
 
-`TieringOffloadingManager` (`tiered_kv/tiering/manager.py`) and what belongs to it call this, on the scheduler's thread.
-What must stay true: only a block that is ready and without pins is evicted, and a row is free only once no transfer
-uses it. Requests are not known here: who writes, and in which order a request uses blocks, is an argument.
+`TieringOffloadingManager` (`tiered_kv/tiering/manager.py`) and its parts call this, on the scheduler's thread. What
+must stay true: only a block that is ready and without pins is evicted, and a row is free only once no transfer uses it.
+It does not know requests: the writer of a block, and the order in which a request uses blocks, are arguments.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PrimaryRows:
         self._owner: RowsOwner | None = None
         self._rows_ahead = min(PROMOTION_ROWS_MAX, backend.num_blocks // _ROWS_SHARE)
         self.orphans = Orphans(backend.free_all)
-        """Blocks from before a reset whose rows are not free yet."""
+        """Blocks from before a reset with rows that are not free yet."""
         self._events: deque[OffloadingEvent] | None = deque(maxlen=EVENTS_MAX) if enable_events else None
 
     def tell(self, owner: RowsOwner) -> None:
@@ -144,7 +144,7 @@ class PrimaryRows:
         return blocks
 
     def grant(self, count: int) -> list[CPUBlock] | None:
-        """Allocate `count` rows for blocks whose keys come later, by `adopt`; None if there is no room.
+        """Allocate `count` rows for blocks; their keys come later, by `adopt`; None if there is no room.
 
         Until then they are in no index. `backend.free` frees them.
         """
@@ -173,7 +173,7 @@ class PrimaryRows:
         return unused
 
     def touch(self, keys: Iterable[OffloadKey], chain: RequestChain) -> None:
-        """Note that the request of `chain` uses the blocks of `keys`, whatever their state."""
+        """Note that the request of `chain` uses the blocks of `keys`, in any state."""
         get = self.blocks.get
         found = [block for block in map(get, dict.fromkeys(keys)) if block is not None]
         if found:
@@ -244,7 +244,7 @@ class PrimaryRows:
         self._note_event(keys, removed=False)
 
     def abandon(self, blocks: Iterable[CPUBlock]) -> None:
-        """Forget, and free, blocks in state writing whose transfer has failed."""
+        """Forget, and free, blocks in state writing after a failed transfer."""
         for block in blocks:
             self.forget(block)
             self.backend.free(block)

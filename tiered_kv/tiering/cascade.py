@@ -1,4 +1,4 @@
-"""The cascade: blocks of the primary tier are offered to the secondary tiers, and stored in those that select them.
+"""The cascade: blocks of the primary tier are offered to the secondary tiers, and stored in the tiers that select them.
 
 The manager calls it for blocks that an engine has written or loaded, and `Promotions` for blocks that a tier has
 brought; both on the manager's thread. A block stays pinned until each tier that selected it has reported its store.

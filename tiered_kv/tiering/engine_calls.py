@@ -308,7 +308,7 @@ class EngineCalls(CacheManager):
         self._search.refresh(now_s)
 
     def _end_finished(self, now_s: float) -> None:
-        """End the finished requests whose last stores have ended, and those whose time is over."""
+        """End the finished requests after their last stores, or when their time is over."""
         for state in [state for state in self._requests.finished if state.stores.unready]:
             state.stores.unready = [block.key for block in self.primary.writing(state.stores.unready)]
             if state.stores.pending <= 0 and not state.stores.unready:

@@ -31,7 +31,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
     Args:
         primary: The rows of the primary tier; `shutdown` closes them.
         secondary_tiers: The tiers below it, in search order. One that is not `is_nonblocking` runs on its own thread.
-        settings: The limits and the name of each tier; by default those of its `tier_type`.
+        settings: The limits and the name of each tier; by default the settings of its `tier_type`.
         hints: Names of the hints that are used.
         block_tokens: Tokens of a block; 0 if unknown.
         compute_block_s: Seconds in which the engine computes a block. Blocks that would arrive later are not promoted.
@@ -42,7 +42,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
 
     Attributes:
         cost: The engine's cost of computing.
-        shown_cost: Of several engines, the cost that the gauges show.
+        shown_cost: The cost that the gauges show, of one of several engines.
         notices: The last changes of state of all tiers.
     """
 
@@ -130,7 +130,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
         return unused
 
     def use_cost(self, cost: EngineCost, req_context: ReqContext) -> None:
-        """Decide a request's loads by what computing costs its engine, one of several, from now on."""
+        """Decide a request's loads by the costs of its engine, one of several, from now on."""
         self._requests.state_of(req_context).cost = cost
 
     def is_ahead(self, req_context: ReqContext) -> bool:
@@ -231,7 +231,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
         self._tiers.close(state.req_context for state in self._requests.states.values())
         self.poll()
 
-    # What is shown.
+    # For exporters.
 
     def take_events(self) -> list[OffloadingEvent]:
         return self._account.take_events()

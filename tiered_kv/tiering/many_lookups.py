@@ -68,7 +68,7 @@ class ManyLookups:
         """See `CalledManager.lookup_prefix`."""
         state = self._requests.state_of(req_context)
         state.loads.waits_for_room, state.loads.lacking = True, None
-        if self._search.room.is_waiting(state):  # its first block comes first, whichever tier has it
+        if self._search.room.is_waiting(state):  # its first block comes first, from any tier
             ready = list(itertools.takewhile(self._is_ready, keys))
             head = self._lookup_noted(keys[: len(ready) + 1], state)
             if state.loads.lacking is not None:

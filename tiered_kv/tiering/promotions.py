@@ -1,4 +1,4 @@
-"""Promotions: loads of blocks from the secondary tiers into the primary tier, and the holds of what was loaded.
+"""Promotions: loads of blocks from the secondary tiers into the primary tier, and the holds of loaded blocks.
 
 `Search` begins them, and the manager submits them at the end of each step, both on the manager's thread. A row that is
 being loaded belongs to one promotion. A block is ready only once its tier has reported a load that succeeded.
@@ -335,7 +335,7 @@ class Promotions:
             self._held[block.block_id] = self._held.get(block.block_id, 0) + 1
 
     def _drop(self, block: CPUBlock, reason: Reason) -> None:
-        """End the promotion of a block whose load failed, unless it was reset meanwhile."""
+        """End the promotion of a block after a failed load, unless it was reset meanwhile."""
         promotion = self._table.get(block.key)
         if promotion is not None and promotion.block is block:
             del self._table[block.key]

@@ -19,7 +19,7 @@ from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import EngineCost
 
 STATES_MAX = 100_000
-"""Limit of requests whose state is kept, and of outdated ones; beyond it the oldest is forgotten."""
+"""Limit of requests with a kept state, and of outdated ones; beyond it the oldest is forgotten."""
 PAUSE_S_MAX = 1.0
 """The most that counts as waiting between two lookups: an engine that does not ask for longer does not wait."""
 
@@ -39,7 +39,7 @@ class ManagerLimits:
     wait_max_s: float = 30.0
     """How long a request may be answered None until it loads a block that it waited for. After that, blocks that are
     not ready are misses for it until it ends. Its end waits as long for its last stores."""
-    requests_max: int = STATES_MAX  # whose state is kept; the oldest is forgotten first
+    requests_max: int = STATES_MAX  # that keep their state; the oldest is forgotten first
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +86,7 @@ class LookupState:
         self.waited_s, self.asked_s = 0.0, math.inf
 
     def keep_unanswered(self, keys: Collection[OffloadKey]) -> None:
-        """Wait for no answers but those for `keys`."""
+        """Wait only for the answers for `keys`."""
         self.unanswered = {asked: since_s for asked, since_s in self.unanswered.items() if asked[0] in keys}
 
 
@@ -106,12 +106,12 @@ class LoadState:
     lacking: tuple[OffloadKey, GuardedTier | None] | None = None
     """The first block since its last lookup for which room was lacking: in a tier's load budget, or rows (None)."""
     is_cut: bool = False
-    """Whether blocks of its prefetch would have come too late: those behind them are not looked up ahead."""
+    """Whether blocks of its prefetch would have come too late: blocks behind them are not looked up ahead."""
 
 
 @dataclass(slots=True, eq=False)
 class StoreState:
-    """The stores of a request, and what tiers want when it ends. The manager writes it."""
+    """The stores of a request, and the tiers' wishes for its end. The manager writes it."""
 
     pending: int = 0
     """Keys between `prepare_store` and `complete_store`."""
@@ -159,7 +159,7 @@ class RequestState:
         return self.lookups.timed_out.get(guarded) is Fate.TOO_SLOW or self.lookups.load_room.get(guarded, 1) <= 0
 
     def forget_blocks(self) -> None:
-        """Forget what is known of blocks after a reset."""
+        """Forget the knowledge of blocks after a reset."""
         self.stores = StoreState()
         self.loads.sources = {}  # the history still reads the old dictionary
         for kept in (self.lookups.failed, self.lookups.unanswered, self.lookups.denied):
@@ -175,10 +175,11 @@ class RequestState:
 class RequestTable:
     """The states of at most `requests_max` requests. Owned by the manager's thread.
 
-    Calls without a request id share one state, the *anonymous* request. It never ends, so it is over twice
-    `wait_max_s` after it began; then failed keys may be tried again. If it waits at that time, the next one has waited
-    as long. A request whose last stores do not end is over `wait_max_s` after it finished. Beyond `requests_max` the
-    oldest request is over. The manager ends what `take_over` returns. `cost` serves requests whose engine reports none.
+    Calls without a request id share one state, the *anonymous* request. It never ends, so it is over twice `wait_max_s`
+    after it began; then failed keys may be tried again. If it waits at that time, the next one has waited as long. A
+    request whose last stores do not end is over `wait_max_s` after it finished. Beyond `requests_max` the oldest
+    request is over. The manager ends what `take_over` returns. `cost` serves the requests of an engine that reports
+    none.
     """
 
     __slots__ = ("__dict__", "ready_min")  # hot path: each lookup reads it

@@ -103,7 +103,7 @@ class Search:
         self._searched = []
 
     def below(self, key: OffloadKey, block: CPUBlock | None, req_context: ReqContext) -> bool | None:
-        """Return the answer for a key whose primary block is absent (None) or being written.
+        """Return the answer for a key without a ready primary block: it is absent (None) or being written.
 
         While any request skips loads, the block may be ready.
         """
@@ -194,7 +194,7 @@ class Search:
         if (state.lookups.unanswered or state.lookups.denied) and not state.req_context.req_id:
             asked = [key for key in asked if guarded in (each for each, _ in self._not_answered(key, state))]
         try:
-            # A copy: whatever the tier does with its list, each key keeps its answer.
+            # A copy: if the tier changes its list, each key keeps its answer.
             replies = checked_answers(guarded.tier.lookup_many(asked.copy(), req_context), len(asked))
         except tier_exceptions():
             self._fail(guarded, state, "lookup_many")
@@ -344,7 +344,7 @@ class Search:
         return False
 
     def _leave_late_tiers(self, state: RequestState) -> None:
-        """Stop asking tiers whose answer and blocks would arrive later than the blocks are computed."""
+        """Stop asking tiers if their answer and blocks would arrive later than the blocks are computed."""
         for guarded in self._compared(state):
             asked = {key: since_s for (key, tier), since_s in state.lookups.unanswered.items() if tier is guarded}
             computed = computed_blocks(asked)

@@ -1,7 +1,7 @@
-"""Who is told what requests ask for: the interface between `Search` and the history of blocks.
+"""The receiver of the search's events: the interface between `Search` and the history of blocks.
 
 `Search` calls it on the manager's thread, in the order of the events. What must stay true: its hot call is one function
-of C, since it runs for each block that nobody has.
+of C, since it runs for each block that no tier has.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tiered_kv.metrics.history.ledger import RequestLog
 
 
 class SearchOwner(Protocol):
-    """Is told what requests ask for and do not get, as `BlockHistory` is: first who asks, then what of its blocks."""
+    """Receives the questions and misses of requests; see `BlockHistory`: first the request, then its blocks."""
 
     miss: Callable[[OffloadKey], None]
     """Takes note of a block that the request misses. Hot path: a function of C."""

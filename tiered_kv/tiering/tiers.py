@@ -40,7 +40,7 @@ class GuardedTiers(tuple[GuardedTier, ...]):
         history: BlockHistory | None,
         wear_clock: Callable[[], float] | None,
     ) -> GuardedTiers:
-        """Guard each tier by its settings; by default by those of its `tier_type`."""
+        """Guard each tier by its settings; by default by the settings of its `tier_type`."""
         settings = settings or [TierSettings(type=tier.tier_type) for tier in tiers]
         block_bytes = rows.backend.block_size
         return cls(
@@ -91,7 +91,7 @@ class GuardedTiers(tuple[GuardedTier, ...]):
             guarded.stores.reserved_blocks -= num_blocks
 
     def reset(self) -> None:
-        """Reset every tier; those that cannot are disabled: their blocks are not valid any more."""
+        """Reset every tier; a tier that cannot reset is disabled, since its blocks are not valid any more."""
         for guarded in self:
             guarded.reset_cache()
 
