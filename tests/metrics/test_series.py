@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.obedient import get, obedient, put, stack_of
+from tests.support.obedient import WAIT_S, get, obedient, put, stack_of
 from tiered_kv.metrics.counters import Counters, count_of
 from tiered_kv.metrics.histogram import Histogram
 from tiered_kv.metrics.metric import Metric
@@ -129,3 +130,19 @@ def test_a_stack_s_series_and_its_counters_say_the_same(stack: Stack) -> None:
             assert count_of(view, tier, metric.name, *labels) == int(value)
     named = {(tier, family) for tier, counted in snapshot.tiers.items() for family in counted.families}
     assert named == {(tier, name) for tier, counted in view.items() for name in counted if name != "tier"}
+
+
+def test_blocks_move_while_a_snapshot_is_taken(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_ended: list[bool] = []
+
+    def stats() -> dict[str, int]:
+        if not has_ended:
+            thread = threading.Thread(target=get, args=(stack, make_keys(1, "absent")))
+            thread.start()
+            thread.join(WAIT_S)
+            has_ended.append(not thread.is_alive())
+        return {}
+
+    monkeypatch.setattr(obedient(stack), "stats", stats)
+    stack.snapshot()
+    assert has_ended == [True]
