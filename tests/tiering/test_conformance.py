@@ -98,7 +98,7 @@ class TestHostTier(TierConformance):
     def open_tier(self, tmp_path: Path) -> Iterator[OpenTier]:
         memory = 16 * self.num_blocks * self.block_bytes
         with serving(tmp_path, {"primary": {"capacity": memory}}, namespaces=2) as served:
-            entry = {"type": "host", "socket": served.address}
+            entry = {"type": "host", "socket": served.address, "lookup_timeout": "60s"}
             yield lambda spec, view: SecondaryTierFactory.create(spec, view, entry)
 
 
