@@ -298,7 +298,7 @@ def test_closing_stops_it(pages: Pages) -> None:
     closer.start()
     wait_until(lambda: region._allocation is not None and not region._allocation._end)
     pages.may_go_on.set()
-    closer.join(WAIT_S)
+    closer.join(3 * WAIT_S)
     assert not closer.is_alive()
     assert len(pages.touched) <= 1 + 4, "one chunk that each thread has begun"
 
