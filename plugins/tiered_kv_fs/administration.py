@@ -1,8 +1,14 @@
 """Administration of a shared directory without a stack, while other processes may use it.
 
-A purge holds the sweep lock. It removes the namespace's holders from the ledger, deletes the namespace's files, its
-readable form at last, and then the directories that are empty. On a full disk it goes on without lock and ledger. Files
-that cannot be deleted are passed over, and named at the end.
+The commands that look into a storage call it, through `ListedStorage` (`tiered_kv/toolkit/listed.py`), each on one
+thread.
+
+A purge holds the sweep lock. It removes the namespace's holders from the ledger, and deletes the namespace's files.
+The file with the readable form of the namespace goes last, so an interrupted purge leaves it. At the end the empty
+directories go. On a full disk the purge goes on without lock and ledger. Files that cannot be deleted are passed over,
+and named at the end.
+
+What must stay true: a purge deletes no foreign file, and no file that was replaced after its listing.
 """
 
 from __future__ import annotations
@@ -65,7 +71,7 @@ class FsAdministration(ListedStorage):
                     held.enter_context(locked(f"{self._path}/{SWEEP_NAME}", deadline - time.monotonic()))
                 with without_room(), ledger.locked() as state:
                     users = [name for name, holder in state.holders.items() if holder.namespace == digest]
-                    for name in users:  # a running one registers again; the others must not stay
+                    for name in users:  # an open stack registers again; entries of ended ones must not stay
                         del state.holders[name]
                     state.surveyed_s = 0.0  # only a survey can find out how much of their grants they have used
                 purged = self.delete_all(digest, deadline)
@@ -85,7 +91,7 @@ class FsAdministration(ListedStorage):
         if os.path.islink(root):
             return
         batches = walk(root)
-        top = next(batches)
+        top = next(batches)  # the root's own files: the readable form is among them, and is yielded last
         for batch in batches:
             yield [entry for path, status in batch if (entry := self._entry(digest, path, status))]
         yield [entry for path, status in top if (entry := self._entry(digest, path, status))]
@@ -135,7 +141,7 @@ class FsAdministration(ListedStorage):
         with self._claimed.opened(operation) as fd:
             is_stored = fd is not None and self._claimed.marker(fd) is not None
             if fd is not None and is_stored and operation in ("purge", "repair"):
-                self._claimed.check(fd)  # root would make files that the tiers of the directory's owner refuse
+                self._claimed.check(fd)  # files that root makes here are refused by the tiers of the directory's owner
             yield is_stored
 
     def _can_read_marker(self) -> bool:
@@ -146,13 +152,16 @@ class FsAdministration(ListedStorage):
         return False
 
     def _entry(self, digest: str | None, path: str, status: os.stat_result) -> Entry | None:
-        """Return the entry at a path below the namespace's directory, or the shared one; None for the tier's own."""
+        """Return the entry at `path`; None for a namespace's directory, its epoch's mark and the tier's shared files.
+
+        `path` is relative to the namespace's directory, or to the shared directory if `digest` is None.
+        """
         top, _, inner = (digest, "", path) if digest else path.partition("/")
         size_bytes, is_directory = occupied_bytes(status), stat.S_ISDIR(status.st_mode)
         is_ours = NAMESPACE_PATH.fullmatch(inner) if inner else is_directory
         if NAMESPACE.fullmatch(top) is not None and is_ours and not stat.S_ISLNK(status.st_mode):
             if not inner or (inner == EPOCH_NAME and not is_directory):
-                return None  # both may stay after a purge, and are no block
+                return None  # a namespace's directory and its mark may stay after a purge, and are no block
             is_block = stat.S_ISREG(status.st_mode) and BLOCK_PATH.fullmatch(inner) is not None
             path, used_s = f"{self._path}/{top}/{inner}", time.time() - status.st_mtime
             return Entry(path, top, size_bytes, is_block, used_s=used_s, where=status, stays=is_directory)

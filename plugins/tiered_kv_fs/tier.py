@@ -46,7 +46,7 @@ _PART_BYTES: Final = 256 << 10
 """Bytes of one call to a thread: several small blocks, because the call costs as much as a block of 64 KiB."""
 _GRANT_BYTES_MAX: Final = 64 << 20
 _SMALL_THINGS_BYTES: Final = 448 << 10
-"""Bytes of the least capacity for the small files of several processes, and for directories, beside one opening's."""
+"""Bytes that a capacity needs for small files of several processes and for directories, beside `opening_bytes`."""
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
 _LOOKUPS_MAX: Final = 8
 """Calls for lookups that run at once, each on a thread of its own, which transfers cannot delay."""
@@ -55,7 +55,7 @@ _GRANT_THREADS: Final = 2
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 _OPEN_TIMEOUT_S: Final = 5.0
 _TOUCH_TIMEOUT_S: Final = 0.5
-_TOUCHES_A_LIFE: Final = 8  # how often a use is written, at most, while a block that nobody uses stays
+_TOUCHES_A_LIFE: Final = 8  # uses of a block that are written, at most, in the time for which an unused block stays
 _TOUCH_INTERVAL_MIN_S: Final = 0.05
 
 
@@ -89,7 +89,7 @@ class FsTier(AsyncTier):
         save = partial(self._cache_epoch.try_to_save, _SHUTDOWN_TIMEOUT_S)
         self._saving = BackgroundTask(save, f"tiered-kv-{name}-reset")
         try:
-            with without_room():  # then the first store joins an epoch
+            with without_room():  # on a full disk, the first store joins an epoch instead
                 self._cache_epoch.value(time.monotonic() + _OPEN_TIMEOUT_S)
             self._grants = GrantClient(
                 self._directory,
@@ -120,7 +120,8 @@ class FsTier(AsyncTier):
         self._touches = Touches(self._note_uses, f"tiered-kv-{name}-touches", TOUCH_INTERVAL_S)
         self._threads = DaemonThreads(f"tiered-kv-{name}", settings.threads + _LOOKUPS_MAX + _GRANT_THREADS)
         self._lookup_slots = asyncio.Semaphore(_LOOKUPS_MAX)
-        self._transfer_slots = asyncio.Semaphore(settings.threads)  # parts may be smaller, and so more, than threads
+        # Parts of few blocks may be more than the threads, since only the blocks in flight have a limit.
+        self._transfer_slots = asyncio.Semaphore(settings.threads)
         super().__init__(
             offloading_spec,
             primary_kv_view,
@@ -195,7 +196,7 @@ class FsTier(AsyncTier):
     ) -> Moved:
         value = self._cache_epoch.saved_value(deadline) if is_store else self._cache_epoch.value(deadline)
         move = self._files.store if is_store else self._files.load
-        # The number is read after the value: `reset_cache` changes it first.
+        # `reset_cache` changes `self.epoch` before the value. So if `self.epoch` is still the part's, the value is too.
         return move(value, keys, blocks, deadline) if epoch == self.epoch else Moved([], Reason.RESET)
 
     def _contains_part(self, deadline: float, keys: Sequence[OffloadKey]) -> list[bool]:

@@ -50,7 +50,7 @@ class DirectoryEpoch:
             except OSError as error:
                 if not is_full(error):
                     raise
-                self.renew()  # without a mark, no block of before is valid
+                self.renew()  # without a mark, no earlier block is valid
             else:
                 self._flush(self.value)  # the process before may have been killed before its flush
         except BaseException as error:
@@ -62,7 +62,7 @@ class DirectoryEpoch:
 
     @property
     def is_new(self) -> bool:
-        """Whether the directory had no mark: a segment of before holds no blocks."""
+        """Whether the directory had no usable mark when it was opened: its earlier segments hold no valid block."""
         return self._epoch.has_drawn or self._fd < 0
 
     @property

@@ -1,6 +1,11 @@
-"""redis-py's connections, which connect, encrypt and authenticate, their arguments, and a `Link` for blocks.
+"""Connections to Redis servers: their classes, the arguments from which redis-py makes them, and a `Link` for blocks.
 
-redis-py copies a block several times, so blocks use the connection's socket directly.
+redis-py connects, encrypts and authenticates. It copies a block several times, so blocks use the connection's socket
+directly, through the `Link`.
+
+`topology` asks for the arguments. `node.Node` makes a `Link` for each connection, keeps the idle ones, and lends each
+to one thread at a time. The thread that opens the tier, its worker threads and its background threads call. What must
+stay true: redis-py makes one attempt, with a timeout, and printed arguments show no password.
 """
 
 from __future__ import annotations
@@ -69,7 +74,10 @@ class Link:
 
 
 class FirstReplyConnection(AbstractConnection):
-    """A server that turns a client away says why in its first reply, before any command."""
+    """A connection that raises the error of a server that turns this client away.
+
+    Such a server sends the error as its first reply, before any command.
+    """
 
     def __init__(self, **settings: Any) -> None:  # Any: redis-py's
         super().__init__(**settings)
@@ -89,7 +97,7 @@ class UnixConnection(FirstReplyConnection, RedisUnixConnection):
 
 
 class TcpConnection(FirstReplyConnection, Connection):
-    """Connects within `connect_timeout`, with the look-up of the name, which redis-py does not bound."""
+    """A TCP connection. `connect_timeout` includes the look-up of the name, which redis-py does not limit."""
 
     def _connect(self) -> socket.socket:
         timeout_s = self.socket_connect_timeout
@@ -105,9 +113,10 @@ class TlsConnection(SSLConnection, TcpConnection):
 
 
 def speaks_other(host: str, port: int, *, tls: bool, timeout_s: float) -> bool:
-    """Return whether a server speaks Redis without TLS if `tls` is set, or TLS if it is not: asks it over a new socket.
+    """Return whether a server speaks the other protocol: Redis without TLS if `tls` is set, TLS if it is not.
 
-    A server without TLS waits for the end of a handshake's line for ever, and one with TLS closes the connection.
+    It asks over a new socket, since a failed connection does not show the cause. A server without TLS takes a handshake
+    for an unfinished line, and waits. A server with TLS closes the connection.
     """
     deadline = time.monotonic() + timeout_s
     request, replies = (b"PING\r\n", (b"+", b"-")) if tls else (_hello(host), _TLS_RECORDS)

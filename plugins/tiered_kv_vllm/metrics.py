@@ -54,12 +54,13 @@ _OBSERVATIONS_MAX = 10_000
 def metric_definitions(tier_types: Iterable[str] = ()) -> dict[str, Any]:  # Any: vLLM's OffloadingMetricMetadata
     """Return the metrics of the manager, and what tiers of these types declare.
 
-    The process that serves `/metrics` calls it, which opens no stack. vLLM fails at a metric that it does not have.
+    The process that serves `/metrics` calls this, and opens no stack. vLLM fails if an engine sends a metric that is
+    missing here.
     """
     definitions = {PREFIX + name: _definition(metric) for name, metric in MANAGER.items()}
     own = dict(COMMON)
     for name in tier_types:
-        with suppress(ConfigError):  # whoever opens the tier says so
+        with suppress(ConfigError):  # the opening of the tier reports it
             own |= {metric.name: metric for metric in tier_plugins().resolve(name).metrics}
     definitions |= {TIER_PREFIX + name: _definition(metric) for name, metric in own.items()}
     definitions[PREFIX + DROPPED] = _definition(DROPPED_METRIC)
@@ -68,7 +69,7 @@ def metric_definitions(tier_types: Iterable[str] = ()) -> dict[str, Any]:  # Any
 
 
 def tier_types_of(source: object) -> list[str]:
-    """Return the types of the tiers of a stack; none if it cannot be read, which whoever opens it says."""
+    """Return the types of the tiers of a stack; none if it cannot be read: the opening of the stack reports that."""
 
     def types(raw: Mapping[str, object]) -> list[str]:
         tiers = raw.get("secondary")
@@ -82,7 +83,10 @@ def tier_types_of(source: object) -> list[str]:
 
 
 def forget_metrics() -> None:
-    """Unregister our metrics from `prometheus_client`, as vLLM does with its own before it declares them again."""
+    """Unregister our metrics from `prometheus_client`, as vLLM does with its own before it declares them again.
+
+    `TieredKVConnector` calls it before each declaration.
+    """
     for collector in list(REGISTRY._collector_to_names):
         if str(getattr(collector, "_name", "")).startswith(PREFIX):
             REGISTRY.unregister(collector)
@@ -108,9 +112,11 @@ class CounterReport:
         self._secrets = secrets
         self._next_s = time.monotonic()
         self._left: Iterator[Exposed] | None = None
+        """Changed series that the next steps send; None if the counters are to be read again."""
         self._read = Snapshot()
         """The series as they were read last."""
         self._sent: dict[tuple[str, ...], Value] = {}
+        """The value that was sent last, by the name and the labels of a series."""
 
     def take(self, snapshot: Callable[[], Snapshot]) -> Any:  # Any: vLLM's own
         """Return the next changes as vLLM's statistics; None if all were sent, or until a second has passed."""
@@ -166,7 +172,10 @@ def _add(stats: Any, series: Exposed, before: Value | None) -> None:  # Any: vLL
 
 
 def new_values(before: HistogramValue | None, now: HistogramValue) -> list[float]:
-    """Return values that turn one `Histogram.snapshot` into another: with its counts in each bucket, and its sum."""
+    """Return values to add to a histogram that is at `before`, so that it is at `now`.
+
+    Each bucket gets its new count. The sum agrees as far as the buckets allow.
+    """
     counts = list(now["buckets"].values())
     total = now["sum"]
     if before is not None:

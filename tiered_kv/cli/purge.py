@@ -1,4 +1,9 @@
-"""`tiered-kv purge`: remove the bytes of a namespace, or of a tenant, from every tier of a stack."""
+"""`tiered-kv purge`: remove the bytes of a namespace, or of a tenant, from every tier of a stack.
+
+`main` calls `run` on the main thread. `run` looks into every tier, asks the user, and purges one tier after the other.
+A `TimeLimit` calls each storage on another thread. What must stay true: nothing is removed with `--dry-run`, or before
+the user has agreed. A tier that fails is reported, and does not keep the others from their purge.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stack_arguments(parser, namespace=False)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--tenant", metavar="NAME", help="every namespace of this tenant in those tiers")
-    about = "the namespace with this digest"  # of any stack, unlike that of the other verbs
+    about = "the namespace with this digest"  # of any stack; the other verbs take a namespace of this stack only
     which.add_argument("--namespace", metavar="DIGEST", type=digest, dest="digest", help=about)
     parser.add_argument("--dry-run", action="store_true", help="show what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")
@@ -87,7 +92,7 @@ def run(args: argparse.Namespace) -> Status:
     if chosen is None and args.tenant is None:
         if stack.stored:
             raise stack.ambiguous()
-        # A namespace that no stack has: None would be all of them.
+        # The digest without a block size, which no stored namespace has. With None, `_look` would find all namespaces.
         chosen, meant = config.identity.digest.hex(), "no stored namespace fits the file, which has no block.bytes"
     tiers: list[TierPurge] = []
     with progress("looking", len(config.secondary)) as advance:
@@ -156,7 +161,8 @@ def _purge(settings: TierSettings, tier: TierPurge, timeout_s: float) -> None:
     def purge(administration: TierAdministration) -> None:
         for found, blocks in zip(tier.namespaces, stored, strict=True):
             removed = administration.purge(found.namespace, deadline)
-            is_counted = removed.blocks is not None or removed.left  # else all of the stored ones are gone
+            # A tier that does not count has removed all blocks that were found before, if it has left nothing.
+            is_counted = removed.blocks is not None or removed.left
             found.blocks, found.size_bytes = removed.blocks if is_counted else blocks, removed.size_bytes
             found.left, found.notes = removed.left, removed.notes
             found.purged = not removed.left

@@ -3,6 +3,9 @@
 A block hash identifies tokens, but not the model that computed the block. A `Namespace` names all that must agree for
 blocks to be interchangeable. Its digest is part of every path, key prefix and record header.
 
+The opening of a stack, the engines' plugins and the command make one. It is frozen, so any thread may use it. What must
+stay true: equal namespaces have equal digests in every process and release, unless `FORMAT_VERSION` changes.
+
 The digest is BLAKE2b (RFC 7693) with 16 bytes of output, personalised with `b"tiered-kv-ns-v1"`, over the
 canonical form: JSON without white space, keys sorted by code point, text in UTF-8, no numbers but integers.
 """

@@ -1,7 +1,7 @@
 """The shared part of all engines' configurations: the tiers, and the user's part of a namespace.
 
-The plugins of engines subclass the settings, and read them on the thread that opens. A user's field cannot replace a
-fact that the engine reports.
+The plugins of engines subclass the settings, and read them on the thread that opens the tiers. What must stay true:
+nothing in a user's `extra` replaces a fact that the engine reports.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class UserNamespace(StrictModel):
     def complete(
         self, engine: str, fields: Mapping[str, object], facts: Mapping[str, str], location: tuple[str, ...]
     ) -> Namespace:
-        """Return the namespace with the user's fields over the engine's, and `extra` beside its `facts`.
+        """Return the namespace of an engine's `fields`, in which the user's fields replace the engine's.
 
-        `location` is the path of this mapping in the configuration.
+        Its `extra` has the user's entries and the engine's `facts`. `location` is the path of this mapping in the
+        configuration. Raises `ConfigError`: an entry of the user has the name of a fact, or a value is wrong.
         """
         taken = sorted(self.extra.keys() & facts.keys())
         if taken:
@@ -78,8 +79,9 @@ class UserModelNamespace(UserNamespace):
             )
 
     def check_attention(self, engine: str, described: Mapping[str, object], location: str) -> None:
-        """Raise ConfigError if a text model's configuration, `described` by its `to_dict`, lets tokens see later ones.
+        """Raise ConfigError if a text model's tokens attend to later tokens.
 
+        `described` is what `to_dict` of the model's configuration returns.
         The hashes of a block hold the tokens up to its end. For images, attention in both directions does no harm: the
         hashes of all their blocks hold the whole image.
         """
@@ -92,7 +94,10 @@ class UserModelNamespace(UserNamespace):
             )
 
     def named_weights(self, engine: str, model: str, load_format: str, location: str) -> str:
-        """Return how a namespace describes weights that only `revision` names."""
+        """Return the description of weights for a namespace, where the engine cannot tell which weights it loads.
+
+        Raises `ConfigError`: the user's `revision`, which has to name the weights, is missing.
+        """
         if self.revision is None:
             raise ConfigError(
                 f"{engine} does not report which weights '{model}' has (load format {load_format}); name them by "

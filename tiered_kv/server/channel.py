@@ -1,7 +1,7 @@
 """One side of a connection between a host's server and a client: packets that are sent and received without a wait.
 
 The server's thread has a channel for each client, a client's thread one for its server. The bytes that wait for the
-other side have a limit.
+other side have a limit. What must stay true: messages travel whole, and arrive in the order in which they were added.
 """
 
 from __future__ import annotations
@@ -101,7 +101,10 @@ class Channel:
             self._waiting_bytes -= len(self._packets.popleft())
 
     def send_waiting(self) -> None:
-        """Flush. An end of the connection is left to `receive`, behind the other side's earlier messages."""
+        """Flush, and raise nothing if the connection has ended.
+
+        `receive` then yields the last messages of the other side, and raises `ClosedError` after them.
+        """
         with suppress(ClosedError):
             self.flush()
 
@@ -111,7 +114,9 @@ class Channel:
         self.send_waiting()
 
     def receive(self, packets_max: int, *, is_expected: bool = False) -> Iterator[Message]:
-        """Yield the messages of the packets that have come. If one `is_expected`, the first read needs no `poll`.
+        """Yield the messages of the packets that have come.
+
+        With `is_expected` a packet has probably come, and the first read is tried without a `poll`.
 
         Raises:
             ClosedError: The other side has closed the connection.
@@ -124,7 +129,7 @@ class Channel:
                 size = self.sock.recv_into(self._buffer)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # it has left messages unread; its own come next (unix(7))
+            except ConnectionResetError:  # the other side left our messages unread; its last ones follow (unix(7))
                 continue
             except OSError as error:
                 raise ClosedError(error.strerror or "closed") from error

@@ -30,8 +30,8 @@ class Listener(socket.socket):
     """A unix socket of packets (SOCK_SEQPACKET) that listens at a path. One thread calls.
 
     Args:
-        path: Where it listens, in place of a socket that no process listens at.
-        mode: Of the path.
+        path: The path to listen at. A socket that lies there is replaced if no process listens at it.
+        mode: The permissions of the path.
 
     Raises:
         ConfigError: Another server listens there, or the path cannot be used.
@@ -105,7 +105,7 @@ def _is_listened_at(path: Path) -> bool:
 def _identity_of(path: Path) -> tuple[int, int, int] | None:
     with suppress(OSError):
         status = path.lstat()
-        return status.st_dev, status.st_ino, status.st_mtime_ns  # the number of a file that was removed is used again
+        return status.st_dev, status.st_ino, status.st_mtime_ns  # another file may get the number of a removed one
     return None
 
 

@@ -31,7 +31,7 @@ RETRY_S: Final = 10.0
 RETRY_MAX_S: Final = 600.0
 """Each try that took as long as expected doubles the time to the next, up to this limit."""
 TRY_SHARE: Final = 0.1
-"""A request may wait this part of its compute time for the lookup before a try; longer after `RETRY_MAX_S`."""
+"""If the lookup before a try takes more than this share of the compute time, the try comes `RETRY_MAX_S` later."""
 _SPREAD_MIN: Final = 0.05
 """Standard deviation of load sizes, relative to their mean, from which both times can be estimated."""
 
@@ -78,9 +78,10 @@ class EngineCost:
         return blocks * (self.block_s + self.growth_s * (before + blocks / 2))
 
     def saved_by(self, blocks: int, before: int = 0) -> float:
-        """Return how long a request may wait for `blocks` blocks instead, beyond the backlog.
+        """Return how long a request may wait for a load of `blocks` blocks, beyond the backlog.
 
-        It is the time to compute them, and for each request that this would stall a part of it, up to limits.
+        That is the time to compute these blocks, and a share of it for each request that computing would stall, up to
+        limits.
         """
         compute_s = self.of(blocks, before)
         return compute_s + min(min(STALL_SHARE * self.stalled, STALLS_MAX) * compute_s, STALL_S_MAX)
@@ -90,9 +91,10 @@ class Pace:
     """Estimates a tier's time for each load, and for each block of it. Owned by the manager's thread.
 
     Both are a least-squares fit over the last loads. The size of a load is the number of blocks in flight at its
-    submission, including its own: it waits for the loads before it. Stores share the device, so as many of their blocks
-    count too. The time of the tier's answers to lookups is estimated too. One tier has one estimate for all engines,
-    but each engine its own cost. `cost` serves the requests of an engine that reports none.
+    submission, including its own: it waits for the loads before it. Stores share the device. So blocks of stores in
+    flight count too, up to the number of blocks of loads. The time of the tier's answers to lookups is estimated too.
+    One tier has one estimate for all engines, but each engine its own cost. `cost` serves the requests of an engine
+    that reports none.
     """
 
     def __init__(self, cost: EngineCost) -> None:
@@ -110,7 +112,7 @@ class Pace:
     def add(self, blocks: int, seconds: float, now_s: float) -> None:
         """Note that a load took `seconds`, with `blocks` in flight, at least one of them its own."""
         is_old = self.is_known and now_s - seconds - self._added_s >= RETRY_S
-        expected_s = self._load_of(blocks)
+        expected_s = self._expected_s(blocks)
         is_as_before = expected_s / 2 <= seconds <= 2 * expected_s
         forget = FORGET if is_as_before or not is_old else 0.0
         self._retry_s = min(RETRY_MAX_S, 2 * self._retry_s) if is_as_before and is_old else RETRY_S
@@ -160,12 +162,12 @@ class Pace:
         wait_s = backlog_s - (cost or self.cost).notice_s
 
         def is_worth(part: int) -> bool:
-            return self._load_of(in_flight + part) <= wait_s + saved(part)
+            return self._expected_s(in_flight + part) <= wait_s + saved(part)
 
         if is_worth(blocks):
             return blocks
-        # A later block saves more. So where not all blocks are worth their wait, only the blocks are that arrive while
-        # the engine is busy.
+        # A later block saves more than an earlier one. So if all blocks together come too late, a part of them comes in
+        # time only because the engine is busy for a while.
         first, end = 0, 0 if is_whole else blocks
         while end - first > 1:
             middle = (first + end) // 2
@@ -196,9 +198,10 @@ class Pace:
         is_whole: bool = False,
         cost: EngineCost | None = None,
     ) -> int:
-        """Return how many blocks come in time if the tier has all, after its answer; all of them if a try is due.
+        """Return for how many blocks to ask the tier: those that come in time, or all if a try is due.
 
-        The request has waited `waited_s` for the answer. The others are as in `worth`.
+        The tier is assumed to have all blocks, and the time of its answer counts. The request has waited `waited_s` for
+        the answer. The other arguments are as in `worth`.
         """
         backlog_s = (cost or self.cost).backlog_s
         answer_s, compute_s = max(self._lookup_s, waited_s), backlog_s + saved(blocks)
@@ -215,5 +218,5 @@ class Pace:
             self._lookup_s, self._answered_s = waited_s, now_s
         return 0
 
-    def _load_of(self, blocks: int) -> float:
+    def _expected_s(self, blocks: int) -> float:
         return self._load_s + self._block_s * blocks if self.is_known else 0.0

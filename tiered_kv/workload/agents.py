@@ -4,8 +4,9 @@ The form is that of the traces published with kv-cache-tester: `id`, `block_size
 `requests` with `t` (seconds), `in`, `out` and `hash_ids`. An entry of type "subagent" has further `requests`. With the
 scope "local", as without one, ids are those of the session: two sessions share no block. With "global" they do.
 
-`trace` gives the objects in their order, on its thread, and asks for the requests when all are read. What stays true:
-the requests come in the order of their times; and all of a session, those of subagents included, have its name.
+`trace` adds the objects one after the other, and takes the requests when it has read all objects. Both happen on the
+command's thread. What must stay true: the requests come in the order of their times. Every request, also one of a
+subagent, has the name of its session.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Subagent(BaseModel):
 
 
 class _LocalIds(dict[int, int]):
-    """By id of a session, the number of its block among those of all sessions."""
+    """Numbers of blocks that differ between all sessions, by the ids in one session's `hash_ids`."""
 
     def __init__(self, session: str) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class AgentSessions:
         self._block_size: int | None = None
 
     def add(self, entry: object, where: str) -> None:
-        """Add the requests of a session, which `where` has."""
+        """Add the requests of a session. `where` is the place of `entry` in the trace, for messages."""
         session = _checked(_AgentSession, entry, where, "")
         if session.block_size != (self._block_size or session.block_size):
             problem = f"expected blocks of {self._block_size} tokens, as in sessions before, found {session.block_size}"
@@ -115,7 +116,7 @@ class AgentSessions:
     def _of_subagent(self, subagent: _Subagent, where: str, here: str, depth: int) -> Iterator[Request]:
         calls = list(self._calls(subagent.requests, where, f"{here}.requests", depth + 1))
         began_ms = milliseconds(subagent.t, is_in_seconds=self._is_in_seconds)
-        # The published traces count the time of its requests from its start, others from that of the session.
+        # Times of a subagent's requests count from its start in the published traces, and from the session's in others.
         since_ms = began_ms if any(call.timestamp_ms < began_ms for call in calls) else 0
         return (replace(call, timestamp_ms=call.timestamp_ms + since_ms) for call in calls)
 

@@ -1,6 +1,8 @@
 """Comparing two copies of a block: the audited request, spare rows for the second copy, and how far copies differ.
 
-A spare row is a row of the primary tier for a second copy of a block.
+A spare row is a row of the primary tier for a second copy of a block. `audit.Audit` calls this file on the scheduler's
+thread; only `SpareRows._difference` runs on a thread of its own. What must stay true: no lookup finds a spare row, and
+a spare row is freed only when no job and no comparison uses it.
 """
 
 from __future__ import annotations
@@ -46,15 +48,17 @@ class AuditedGroup:
     """The KV cache group that is audited, if an engine has several."""
 
     number: int  # its index in keys
-    tokens: int  # of a whole block; shorter ones, with keys of their own, leave the rest of a row as it was
-    used_bytes: int  # that a block fills at the beginning of each part of a row; the others are left as they were
+    tokens: int
+    """Tokens of a whole block. A shorter block has a key of its own, and leaves the rest of its row as it was."""
+    used_bytes: int
+    """Bytes that a block fills, from the beginning of each part of its row. The rest of the part stays as it was."""
     parts: int  # equal parts of a row
 
     def has(self, key: OffloadKey) -> bool:
         return get_offload_group_idx(key) == self.number
 
     def is_whole(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Return whether a block ends where a whole one of its request does."""
+        """Return whether a block has all its tokens: it ends at a multiple of `tokens` in the prompt."""
         position = req_context.get_offload_key_position(key)
         return position is not None and position % self.tokens == 0
 
@@ -154,8 +158,9 @@ class SpareRows:
     ) -> list[Pair]:
         """Pin ready blocks and give each a spare row; return [] if there is no room for all of them.
 
-        `evicted` receives the keys of evicted blocks. A load of `tier` fills the rows, or by default `req_context`,
-        whose blocks are evicted last; then `blocks` are the stored copies.
+        If `tier` is given, a load of this tier fills the spare rows. Otherwise the store of `req_context` fills them,
+        and `blocks` are the stored copies. `evicted` receives the keys of evicted blocks; those of `req_context` go
+        last.
         """
         self._primary.pin(blocks)
         names = [OffloadKey(_SPARE_KEY + next(self._numbers).to_bytes(8, "big")) for _ in blocks]
@@ -199,7 +204,7 @@ class SpareRows:
         self._pairs.remove(pair)
 
     def expire(self, pair: Pair) -> None:
-        """Unpin a block whose spare row a tier may still be writing; `free` follows."""
+        """Unpin a block whose spare row a tier may still be writing. When the load has ended, call `free`."""
         self._primary.forget(pair.spare)
         self._primary.unpin([pair.block])
         self._pairs.remove(pair)
