@@ -1,7 +1,7 @@
 """The segment store: stores and loads blocks by key in a directory of segments. It knows no jobs.
 
-`NvmeTier` opens it, and calls `lookup`, `touch` and `reset` on the scheduler's thread: these do no I/O, and take no
-lock that is held across I/O. The toolkit's workers call `store` and `load`. A block that `lookup` reports has been
+`NvmeTier` opens it, and calls `contains`, `touch` and `reset` on the scheduler's thread: these do no I/O, and take no
+lock that is held across I/O. The toolkit's workers call `store` and `load`. A block that `contains` reports has been
 written whole. After a reset, no block from before it is found.
 """
 
