@@ -23,10 +23,20 @@ _LEVEL: Final = 1
 _FEW_VALUES_HASH_LOG: Final = 7
 """Where bytes have few values, short sequences repeat by chance. To encode these takes more bytes than to encode each
 value by its frequency, and three times as long. With a table of 128 places, few of them are found."""
+_SHORT_BYTES: Final = 16 << 10
+_SHORT_HASH_LOG: Final = 9
+"""The same for shorter planes, of a few rows: such sequences are few there, and whole rows may repeat."""
 _SAMPLE_BYTES: Final = 64
 _FEW_VALUES: Final = 22
 """Of a sample. The upper bytes of real bfloat16 keys and values have 8 to 14, the bytes of other data types 30 or
 more."""
+_NOISE_VALUES: Final = 48
+"""Of a sample. It has 57 in the mean where all values are equally frequent, as in the lower bytes of bfloat16."""
+_NOISE_PLANES: Final = 15
+"""How many planes that look like noise are stored as they are, after one that did not become smaller. To find out takes
+a seventh of a block's time."""
+_RAW_FRAME: Final = 0xFD2FB528.to_bytes(4, "little") + b"\xa0"  # its number, and: a content size of four bytes follows
+_RAW_PART_BYTES: Final = 1 << 17
 _WINDOW_BYTES_MIN: Final = 1 << 20
 _FRAME_LENGTH_BYTES: Final = 4
 
@@ -37,11 +47,20 @@ class _Contexts(threading.local):
     """The library's contexts of each calling thread, which take longer to make than a small block to compress."""
 
     def __init__(self, zstandard: ModuleType) -> None:
-        parameters = zstandard.ZstdCompressionParameters.from_level(_LEVEL, hash_log=_FEW_VALUES_HASH_LOG)
-        self.for_few_values = zstandard.ZstdCompressor(compression_params=parameters)
+        parameters = zstandard.ZstdCompressionParameters.from_level
+        few, short = (parameters(_LEVEL, hash_log=each) for each in (_FEW_VALUES_HASH_LOG, _SHORT_HASH_LOG))
+        self.for_few_values = zstandard.ZstdCompressor(compression_params=few)
+        self.for_few_values_of_short_planes = zstandard.ZstdCompressor(compression_params=short)
         self.for_many_values = zstandard.ZstdCompressor(level=_LEVEL)
+        self.noise_left = 0
+        """How many planes that look like noise are not compressed."""
         self._zstandard = zstandard
         self._window_bytes = 0
+
+    def compressor(self, plane: Plane, has_few_values: bool) -> Any:  # Any: the library's
+        if not has_few_values:
+            return self.for_many_values
+        return self.for_few_values if len(plane) > _SHORT_BYTES else self.for_few_values_of_short_planes
 
     def decompressor(self, plane_bytes: int) -> ZstdDecompressor:
         """Return a decompressor whose window is at most a plane, or 1 MiB. All blocks of a tier have one size."""
@@ -70,11 +89,19 @@ class Zstd:
 
     def compress(self, block: memoryview) -> bytes:
         """Return the payload, which may be longer than the block."""
-        odd_plane = _every_other(block[1:])
-        has_few_values = _has_few_values(odd_plane)
-        compressor = self._contexts.for_few_values if has_few_values else self._contexts.for_many_values
-        evens, odds = compressor.compress(_every_other(block)), compressor.compress(odd_plane)
-        return b"".join((len(evens).to_bytes(_FRAME_LENGTH_BYTES, "little"), evens, odds))
+        odd_plane, contexts = _every_other(block[1:]), self._contexts
+        has_few_values = _values(odd_plane) < _FEW_VALUES
+        compressor = contexts.compressor(odd_plane, has_few_values)
+        odds, even_plane = compressor.compress(odd_plane), _every_other(block)
+        may_be_noise = has_few_values and len(even_plane) > _SHORT_BYTES
+        evens: list[bytes | memoryview]
+        if may_be_noise and contexts.noise_left and _values(even_plane) >= _NOISE_VALUES:
+            contexts.noise_left -= 1
+            evens = _raw_frame(even_plane)
+        else:
+            evens = [compressor.compress(even_plane)]
+            contexts.noise_left = _NOISE_PLANES if may_be_noise and len(evens[0]) >= len(even_plane) else 0
+        return b"".join((sum(map(len, evens)).to_bytes(_FRAME_LENGTH_BYTES, "little"), *evens, odds))
 
     def decompress(self, payload: memoryview, block: memoryview) -> RecordStatus:
         """See `CodecSet.decode`."""
@@ -123,7 +150,17 @@ def _interleave(evens: Plane, odds: Plane, block: memoryview) -> None:
         block[-1] = int(evens[-1])
 
 
-def _has_few_values(plane: Plane) -> bool:
-    """Whether a plane has as few values as the exponents of bfloat16. A codec does not know the data type."""
+def _raw_frame(plane: Plane) -> list[bytes | memoryview]:
+    """Return the parts of a frame that has a plane's bytes as they are."""
+    parts: list[bytes | memoryview] = [_RAW_FRAME, len(plane).to_bytes(4, "little")]
+    for begin in range(0, len(plane), _RAW_PART_BYTES):
+        part = plane.data[begin : begin + _RAW_PART_BYTES]
+        is_last = begin + len(part) == len(plane)
+        parts += ((len(part) << 3 | is_last).to_bytes(3, "little"), part)
+    return parts
+
+
+def _values(plane: Plane) -> int:
+    """Return how many values a sample of a plane has. It tells data types apart, which a codec does not know."""
     step = len(plane) // _SAMPLE_BYTES | 1  # odd, to sample all channels
-    return len(set(plane[::step].tobytes())) < _FEW_VALUES
+    return len(set(plane[::step].tobytes()))
