@@ -1,6 +1,7 @@
 """The YAML entry of an fs tier, and its needs of the process and the machine.
 
 `config.stack_config` reads it on the thread that opens a stack. Importing it loads nothing else of the tier.
+`takes` must agree with the threads that `FsTier` makes.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ class FsSettings(DirectorySettings):
     private: bool = Field(
         default=True,
         description="Refuse the directory if it is another user's or all users can write to it. Turn it off where the "
-        "file system "
-        "keeps neither owners nor modes (CIFS, FUSE), or maps all users to one (NFS with all_squash).",
+        "file system keeps neither owners nor modes (CIFS, FUSE), or maps all users to one (NFS with all_squash).",
     )
 
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
-        # Each transfer has a file open; lookups, the grants and the event loop have threads, too.
+        # Each transfer has a thread and an open file. The 11 others: 8 for lookups, 2 for grants, and the event loop.
         return (Take("descriptors", self.threads, "threads"), Take("threads", self.threads + 11, "threads"))

@@ -50,7 +50,8 @@ class Listing(NamedTuple):
 
     segments: list[int]
     used_bytes: int  # occupied on the device now
-    claimed_bytes: int  # occupied at most until another file is made: holes filled, reserves used
+    claimed_bytes: int
+    """The most that these files may come to occupy, with all holes filled and all reserves used."""
 
 
 def claimed_directory(path: str, tier: str, *, private: bool, required_mount: str | None = None) -> ClaimedDirectory:
@@ -157,7 +158,7 @@ class SegmentDirectory:
 
     def _claim(self, fd: int) -> int:
         """Check, lock and mark a directory; return the descriptor of its lock file."""
-        # Segments need no marker: a cleaner that deletes by age takes the small files first.
+        # A directory with segments and no marker is ours: a cleaner that deletes by age takes the small files first.
         segments = {name for name in names_in(fd) if self._pattern.fullmatch(name)}
         claimed = replace(self.claimed, own_names=OWN_NAMES | segments)
         claimed.check(fd)
@@ -184,7 +185,7 @@ class SegmentDirectory:
         except OSError as error:
             if not is_full(error):
                 raise
-            return  # `remake` tries again; names and headers of segments have the namespace, too
+            return  # `remake` tries again; until then, the names and headers of segments show the namespace
         if found is None:
             return
         if any(found.get(name) != wanted[name] for name in ("namespace_digest", "block_bytes")):
@@ -212,9 +213,9 @@ def _difference(found: Mapping[str, object], wanted: Mapping[str, object]) -> st
 def take_lock(directory_fd: int, claimed: ClaimedDirectory) -> int:
     """Lock an open directory, by flock(2) on a file in it and on itself. `release_lock` undoes it.
 
-    The file alone may be deleted while it is locked; then another process would make and lock a new one. A directory
-    has no such second life, but network file systems lock only files that are open for writing. systemd-tmpfiles
-    deletes nothing below a locked directory.
+    The file's lock is not enough: the file may be deleted, and another process may then make and lock a new one. The
+    directory's lock is not enough either: network file systems lock only files that are open for writing. But
+    systemd-tmpfiles deletes nothing below a locked directory.
 
     Returns:
         The descriptor of the lock file; of the directory, if its disk is full and has no such file.
@@ -252,7 +253,7 @@ def take_lock(directory_fd: int, claimed: ClaimedDirectory) -> int:
 
 
 def release_lock(lock_fd: int, directory_fd: int) -> None:
-    """Unlock both, and close the lock file. Closing alone would leave them with a child that was forked meanwhile."""
+    """Unlock both, and close the lock file. If it were only closed, a child that was forked would keep both locks."""
     for fd in (directory_fd, lock_fd):
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_UN)
@@ -282,7 +283,8 @@ def _busy(locked_fd: int, lock_fd: int, claimed: ClaimedDirectory) -> TierBusyEr
 def _holder(locked_fd: int, lock_fd: int) -> str:
     """Return a sentence about the process that holds the lock of an open file, as far as this process can see it.
 
-    The kernel knows, and the file's text does not: its writer may have ended, or count processes in another container.
+    It asks the kernel first. The text in the lock file may be wrong: its writer may have ended, or its process id may
+    be one of another container.
     """
     status = os.fstat(locked_fd)
     names: list[str] = []

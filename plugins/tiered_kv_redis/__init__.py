@@ -27,8 +27,8 @@ How room is made. The server evicts, by its `maxmemory` and its policy, and by `
 used in a tier above, the tier sends a command that the server counts as a use (`Blocks.touch`).
 
 What a restart does. The process reads the mark and joins its epoch. Lookups find all blocks of that epoch that the
-server still has. A reset draws another epoch (`RedisTier.reset_cache`). The next store, or the closing, writes its
-mark. No process of the new epoch asks for the older names, and the server evicts them.
+server still has. A reset draws another epoch (`RedisTier.reset_cache`). The next store, or the closing, writes the
+new epoch's mark. No process of the new epoch asks for the older names, and the server evicts them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 A sweep lists the namespace's blocks, of every epoch, and deletes those older than `ttl`, and the oldest beyond
 `capacity`. One process sweeps for all: see sweep_right.py. If several do, they choose about the same blocks, and
 deleting a deleted one is no error.
+
+`S3Tier`'s worker threads note stores and loads here, and its background thread notes uses. No such call asks the
+bucket. The sweeper's thread sweeps; a background task renews. What must stay true: a sweep deletes only blocks of this
+namespace, and counts the age of a block from its last use in this process.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ _JITTER = 0.2
 class Sweeper:
     """Sweeps from the first store until it is stopped. Any thread may call.
 
-    A process that only loads learns from the others' sweeps which blocks to renew.
+    A process that only loads does not sweep. It reads the results of the other processes' sweeps, and renews by them.
     """
 
     def __init__(
@@ -55,17 +59,20 @@ class Sweeper:
         self._interval_s = settings.sweep_interval
         self._renewing = BackgroundTask(self._renew_all, f"{name}-renewals")
         self._stopping = threading.Event()
-        self._lock = threading.Lock()  # guards the rest
-        self.used_bytes = 0  # of all blocks: of the last sweep, and what this process has stored since
+        self._lock = threading.Lock()  # guards `used_bytes`, `_renewals`, `_has_stored`, and the start of the thread
+        self.used_bytes = 0  # the size of all blocks at the last sweep, plus the stores of this process since then
         self.uses = BlockUses()
         self._right = SweepRight(control, naming.sweep, self._interval_s)
         self._deleted_s = math.inf
-        """The age at which sweeps delete blocks to keep the capacity; infinite as long as none does soon."""
-        self._deleted: tuple[float, frozenset[str]] = (0.0, frozenset())  # some blocks of the last sweep, and its end
+        """The age from which sweeps delete blocks to keep the capacity; larger, or infinite, while there is room.
+        Only the sweeper's thread changes it."""
+        self._last_deleted: tuple[float, frozenset[str]] = (0.0, frozenset())
+        """When the last sweep ended, and some of the blocks that it deleted. Only the sweeper's thread uses it."""
         self._renewals: OrderedDict[str, None] = OrderedDict()
         self._name = name
         self._thread: threading.Thread | None = None
-        self._is_started = min(self._ttl_s, self._capacity_bytes) == math.inf  # or needs no thread
+        self._is_started = min(self._ttl_s, self._capacity_bytes) == math.inf
+        """Whether there is nothing to start: the thread runs, or no sweep is needed, without `ttl` and `capacity`."""
         self._has_stored = False
 
     def note_stored(self, size_bytes: int) -> None:
@@ -183,7 +190,7 @@ class Sweeper:
     def _is_old(self, name: str) -> bool:
         """Return whether a block is there, and old enough; ask the bucket for an age that is not known."""
         if self.uses.age_s(name) < math.inf:
-            return True  # it was when its renewal was asked for
+            return True  # `renew` is called for a known age only if the block is old
         age_s = self._control.age_s(name)
         if age_s is None:
             self._note_gone(name)
@@ -205,7 +212,7 @@ class Sweeper:
         oldest_s = 0.0
         used: list[Listed] = []
         begun_s = time.monotonic()
-        earlier_s, earlier = self._deleted
+        earlier_s, earlier = self._last_deleted
         since_s = time.monotonic() - earlier_s + CLOCK_S
 
         def blocks() -> Iterator[Listed]:
@@ -216,7 +223,7 @@ class Sweeper:
                 for entry in page:
                     if self._naming.is_block(entry.name):
                         listed_bytes += entry.size_bytes
-                        kept += entry.name in earlier and entry.age_s > since_s  # else it was stored again
+                        kept += entry.name in earlier and entry.age_s > since_s  # a younger one was stored again
                         unused_s = self.uses.unused_s(entry.name, begun_s)
                         if unused_s < entry.age_s <= self._ttl_s:
                             used.append(entry)
@@ -233,7 +240,7 @@ class Sweeper:
         youngest_s = doomed[-1].age_s if doomed else math.inf
         if doomed and youngest_s <= self._ttl_s:
             self._deleted_s = youngest_s
-        elif listed_bytes > self._capacity_bytes / 2:  # as old will the oldest be when the capacity is reached
+        elif listed_bytes > self._capacity_bytes / 2:  # estimates the age of the oldest block at a full capacity
             self._deleted_s = min(2 * self._deleted_s, oldest_s * self._capacity_bytes / listed_bytes)
         else:
             self._deleted_s *= 2
@@ -245,7 +252,7 @@ class Sweeper:
         gone, refusals = self._delete(doomed)
         if self._stopping.is_set():
             return False
-        self._deleted = time.monotonic(), frozenset(each.name for each in gone[:DELETED_AT_ONCE])
+        self._last_deleted = time.monotonic(), frozenset(each.name for each in gone[:DELETED_AT_ONCE])
         with self._lock:
             self.used_bytes = listed_bytes - sum(each.size_bytes for each in gone)
         if refusals:  # the next listing shows which blocks are left
@@ -277,7 +284,7 @@ class Sweeper:
 class S3Keys(KeyStore):
     """A bucket without bytes, for `tiered-kv simulate`.
 
-    A sweep deletes the oldest objects, and used ones are renewed before.
+    A sweep deletes the oldest objects. A used object is renewed before it is that old.
     """
 
     renews = True

@@ -1,8 +1,9 @@
 """A secondary tier of vLLM's own tiering, made of one of our tiers.
 
-vLLM's manager calls it, on the scheduler's thread; only `drain_jobs` and `shutdown` wait. vLLM's manager has no
-budgets, deadlines or breakers for its tiers. So this adapter calls the tier through a `GuardedTier`, as our own manager
-does. vLLM reuses a row only after the tier has reported its job.
+vLLM's manager makes one call at a time: on the scheduler's thread, or on its own thread that polls tiers. Only
+`drain_jobs` and `shutdown` wait. vLLM's manager has no budgets, deadlines or breakers for its tiers. So this adapter
+calls the tier through a `GuardedTier`, as our own manager does. What must stay true: vLLM reuses a row only after the
+tier has reported its job.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class RequestNotes:
         asked_s: Time at which a key was first answered RETRY.
         hits: Keys that were hits, each of which takes a row of the primary tier.
         has_timed_out: Whether it has waited as long as it may; then all its lookups miss.
+        skips_load: Whether it has the hint `skip: load`; then all its lookups miss.
     """
 
     failed: set[OffloadKey] = field(default_factory=set)
@@ -82,8 +84,7 @@ class RequestNotes:
 class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not there when types are checked
     """Configured as `{"type": "TieredKVTier", "module_path": "tiered_kv_vllm", "tier": {...}}`.
 
-    vLLM calls all methods under its manager's lock, from the scheduler's thread or its poll thread. Only `drain_jobs`
-    and `shutdown` wait.
+    The module says which threads call it.
 
     Args:
         offloading_spec: vLLM's spec, whose `config` describes the blocks.
@@ -91,7 +92,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         tier_type: This class in vLLM's configuration. Metrics show the tier's name instead.
         backpressure_detector: Optional; from vLLM's configuration. It works beside the tier's `store_budget`.
         tier: One entry of `secondary` in a stack's file.
-        namespace: See `identity.VllmNamespace`.
+        namespace: See `engine.VllmNamespace`.
         locality: "LOCAL" or "REMOTE", for vLLM's events and load filters.
 
     Raises:
@@ -131,7 +132,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         ).identify(block_bytes=self._block_bytes, block_tokens=chunk_tokens(config))
         self._has_events = offloading_spec.kv_events_config.enable_kv_cache_events
         spec = TierSpec(settings.name, self._block_bytes, identity.digest, identity.described, self._has_events)
-        # vLLM's view is of signed bytes, and vLLM releases it while our tier may still hold this one.
+        # A view of our own, of unsigned bytes: vLLM releases its view while our tier may still hold this one.
         view = primary_kv_view.cast("B").cast("B", (self._num_blocks, self._block_bytes))
         require(compare(settings.takes(self._block_bytes)))
         opened = SecondaryTierFactory.create(spec, view, settings)
@@ -211,7 +212,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         if taken:
             self._submit(job_metadata, taken)
         else:
-            # That a block was not admitted is no failure; that there was no room is one.
+            # No block was taken. The job has failed if the tier had no room, and not if it wanted none of the blocks.
             self._end(job_metadata.job_id, is_success=self._guarded.store_room() > 0)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -266,7 +267,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         )
 
     def expired(self, job: SubmittedJob) -> None:
-        """Wait on: vLLM may not use the rows before the tier has reported the job."""
+        """Do nothing: the job goes on, since vLLM may not use its rows before the tier has reported it."""
 
     def _note_failed(self, job: TransferJob | JobMetadata, keys: Iterable[OffloadKey]) -> None:
         """Note for a load's request the keys that it must not load again."""
@@ -346,8 +347,8 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
     def shutdown(self) -> None:
         """Wait a limited time for jobs, and close the tier. Only this may be called afterwards.
 
-        vLLM unmaps the primary tier's memory next, unless there is a view of it. A thread that still works on a row may
-        have one; a closed tier must not, so this drops the tier.
+        vLLM unmaps the primary tier's memory next, unless a view of it exists. So this drops the tier, and with it the
+        tier's views. Only a thread that still works on a row keeps one.
         """
         if not self._is_closed:
             self._is_closed = True

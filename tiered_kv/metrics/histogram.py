@@ -1,7 +1,8 @@
 """Histograms: counts of values by size, the bounds of their buckets, and quantiles of their snapshots.
 
-The manager's thread adds times and sizes of jobs, lookups and steps; exporters read on any thread. A histogram's
-buckets never change.
+The manager's thread adds times and sizes of jobs, lookups and steps; exporters read on any thread. What must stay true:
+a histogram's buckets never change, and no count becomes smaller. There is no lock, so the counts and the sum of a
+snapshot may differ by the last value.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ INFINITY: Final = "+Inf"
 
 
 class HistogramValue(TypedDict):
-    """A histogram at one moment: `buckets` has the number of values in each bucket, by its largest value."""
+    """A histogram at one moment: `buckets` has the number of values in each bucket, by the bucket's largest value.
+
+    A value counts in one bucket only, unlike in Prometheus.
+    """
 
     sum: float
     count: int

@@ -1,7 +1,13 @@
 """One namespace of a server: its stack, its memory, and the sessions that use it.
 
-The server's thread owns it, and makes all calls of the stack's manager. A row belongs to one session until the engine's
-processes have ended or given it back, so no engine reads bytes of another block.
+A `Host` is not the machine: a server may have several, one for each namespace. The server's thread owns it, and makes
+all calls of the stack's manager. These things stay true:
+
+- A row belongs to one session until the engine's processes have ended or given it back. So no engine reads bytes of
+  another block.
+- Only rows with memory are handed out (`HostRegion.ready_rows`).
+- Every reset that the file of resets counts is carried out: when its message comes, or before a step if none has come.
+  The file is told that a reset was written only after all tiers have written it.
 """
 
 from __future__ import annotations
@@ -34,27 +40,28 @@ if TYPE_CHECKING:
     from tiered_kv.stack.exporters.status import Observed
 
 GRANT_SHARE: Final = 256
-"""A session has one row in so many in advance, `GRANT_ROWS_MIN` at least."""
+"""Rows that a session is granted in advance: the rows divided by this, or `GRANT_ROWS_MIN` if that is more."""
 GRANT_ROWS_MIN: Final = 16
 GRANT_MAX_SHARE: Final = 4
-"""It never has more than one row in so many to write."""
+"""Limit of the rows that one session has for writing: the rows divided by this."""
 GRANTS_MAX_SHARE: Final = 2
-"""All sessions together never have more than one row in so many to write."""
+"""Limit of the rows that all sessions together have for writing: the ready rows divided by this."""
 LEASE_SHARE: Final = 2
-"""All leases of a session are for one row in so many at most."""
+"""Limit of the rows that one session leases: the ready rows divided by this."""
 LEASES_MAX_SHARE: Final = 3 / 4
 """The leases of all sessions together take this share of the rows at most, so that stores find room."""
 REQUESTS_MAX: Final = 50_000
 """Requests of a session."""
 REQUESTS_ALL_MAX: Final = STATES_MAX
-"""Requests of all sessions together: as many as the primary tier knows to be older than a reset."""
+"""Requests of all sessions together. After a reset the manager remembers as many, so that none of them stores old
+blocks."""
 KEYS_MAX: Final = 1 << 22
 """Keys of all requests of a session."""
 KEYS_ALL_MAX: Final = 1 << 23
 """Keys of all sessions together."""
 ANSWER_S: Final = 1.0
 FREE_MEMORY_S: Final = 5.0
-"""How long to wait for memory of a killed server, which engines unmap when they see its end."""
+"""How long to wait for the memory of a server that was killed. The engines unmap it when they see that it has ended."""
 
 
 class HostBackend(CPUBackend):
@@ -102,7 +109,7 @@ class Host:
     Args:
         config: The stack.
         on_finished: Called on any thread when a job of a tier has ended; returns at once.
-        socket_path: Beside it is the file that keeps resets; None for none.
+        socket_path: The server's. The file of resets is beside it; without a path there is no such file.
 
     Raises:
         ConfigError, TierError, ResourceError: The stack cannot be opened.
@@ -142,14 +149,16 @@ class Host:
         self.requests = self.keys = 0
         """Requests of all sessions, and their keys."""
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)
-        self._rows = 0
-        """Rows that are ready, as of the last step."""
+        self._seen_ready_rows = 0
+        """The number of ready rows at the last step."""
         self._resets = ResetFile(socket_path, config.identity.digest.hex())
-        self._begun = self._resets.written
-        """Resets of the file that were begun."""
-        self._is_written = True
-        self._seen = self._begun
-        if self._resets.asked() != self._begun:  # while no server ran, or before the last one carried it out
+        self._resets_begun = self._resets.written
+        """How many resets of the file the manager has begun. A tier may still be writing the last of them."""
+        self._has_noted_resets = True
+        """Whether the file has been told that the tiers have written these."""
+        self._resets_seen = self._resets_begun
+        """How many resets the file had before the messages of this pass were read."""
+        if self._resets.asked() != self._resets_begun:  # the last server has not carried out all
             self._reset_all()
             self.index.forget(self.manager.primary.blocks)
         self._tiers = {name: number for number, name in enumerate(self.stack.tier_names, 1)}
@@ -161,12 +170,13 @@ class Host:
         return self.region.ready_rows // GRANTS_MAX_SHARE - granted
 
     def check_grant(self, wanted: int) -> None:
-        """End the connection of a session that asks for more rows than all together can ever have.
+        """Refuse a session that wants more rows than all sessions together can ever have.
 
-        Pages were refused after it had attached. It attaches anew, is told of fewer rows, and asks for fewer.
+        It was told of all rows, and then the system refused memory for some. The error ends its connection. It attaches
+        anew, is told of fewer rows, and asks for fewer.
 
         Raises:
-            ResourceError: It does.
+            ResourceError: The session wants too many rows.
         """
         rows = self.region.ready_rows
         is_less = rows < self.config.primary_blocks and not self.region.is_allocating
@@ -225,7 +235,7 @@ class Host:
         return Welcome(
             instance=self.instance,
             namespace=self.config.identity.digest.hex(),
-            rows=usable,  # an engine that pins them pins no other
+            rows=usable,  # an engine may pin all rows that it is told of: only those that have memory, or will
             row_bytes=self.config.block.bytes,
             block_tokens=self.config.block.tokens,
             epoch=self.epoch,
@@ -238,23 +248,24 @@ class Host:
         )
 
     def see_resets(self) -> None:
-        """Note before messages are read how many resets the file has: the step carries out what no message asks for."""
-        self._seen = self._resets.asked()
+        """Note how many resets the file has, before messages are read. `reset_unasked` compares after them."""
+        self._resets_seen = self._resets.asked()
 
     def reset_unasked(self) -> None:
-        """Before a step, carry out resets that no message asks for: later lookups find no older block."""
-        if self._seen != self._begun:
+        """Carry out the resets that `see_resets` found and no message asked for: the next step finds no older block."""
+        if self._resets_seen != self._resets_begun:
             self.look_for_resets()
 
     def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
         """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
         self._steps += 1
-        if self._rows != self.region.ready_rows:
-            self._rows = self.region.ready_rows
-            self.manager.limit_promotions(self._rows)
-        if not self._is_written and self._seen == self._begun and self.manager.has_saved_reset:
-            self._is_written = True
-            self._resets.note_written(self._begun)
+        if self._seen_ready_rows != self.region.ready_rows:
+            self._seen_ready_rows = self.region.ready_rows
+            self.manager.limit_promotions(self._seen_ready_rows)
+        has_all = self._resets_seen == self._resets_begun
+        if not self._has_noted_resets and has_all and self.manager.has_saved_reset:
+            self._has_noted_resets = True
+            self._resets.note_written(self._resets_begun)
         sessions = list(self.sessions.values())
         first = self._steps % max(1, len(sessions))
         for session in sessions[first:] + sessions[:first]:  # none is always the first to take the leases that are left
@@ -270,19 +281,25 @@ class Host:
             self._history.work(is_idle=is_idle)
 
     def show_costs(self) -> None:
-        """Show the cost of computing of the slowest engine: loads save it the most."""
+        """Show in the metrics what computing costs the slowest engine: loads save that engine the most."""
         costs = [each.cost for each in self.sessions.values() if each.cost.is_known]
         if costs and self.config.is_prefill_measured:
             self.manager.shown_cost = max(costs, key=attrgetter("block_s"))
 
     def look_for_resets(self) -> None:
         """Carry out the resets that only the file asks for: its process ended, or knew no server."""
-        if self._resets.asked() != self._begun:
+        if self._resets.asked() != self._resets_begun:
             self.reset(None)
 
     def reset(self, by: HostSession | None, number: int = 0) -> None:
-        """Forget every block, and tell all engines. If it was done since the file's `number`, tell `by` only."""
-        if by is not None and 0 < number <= self._begun:
+        """Forget every block, and tell all engines.
+
+        Args:
+            by: The session whose engine asks; None if only the file does.
+            number: The place of the reset in the file; 0 if it is not in it. If it has been carried out, only `by` is
+                told.
+        """
+        if by is not None and 0 < number <= self._resets_begun:
             by.send(protocol.EPOCH, self.epoch, True)
             return
         if by is not None and not number:
@@ -297,8 +314,9 @@ class Host:
 
     def _reset_all(self, number: int = 0) -> None:
         asked = self._resets.asked()
-        # Not all resets: an engine that resets twice, and then stores, counts two.
-        self._begun, self._is_written = min(number or asked, asked), False
+        # A message carries out the file's resets up to its own, and no later one. An engine that has sent two counts
+        # two epochs. If one epoch served both, its next requests would have an epoch unknown here, and store nothing.
+        self._resets_begun, self._has_noted_resets = min(number or asked, asked), False
         self.manager.reset_cache()
 
     def free(self, blocks: Collection[CPUBlock]) -> None:
@@ -319,8 +337,8 @@ class Host:
             session.close()
         self.region.stop_allocating()
         self.stack.close(timeout)
-        if not self._is_written and self.manager.has_saved_reset:
-            self._resets.note_written(self._begun)
+        if not self._has_noted_resets and self.manager.has_saved_reset:
+            self._resets.note_written(self._resets_begun)
         self._resets.close()
         self.generations.close()
 

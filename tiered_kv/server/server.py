@@ -1,6 +1,8 @@
 """The server of a host's cache: its socket, the connected processes, and the loop that serves them.
 
-`tiered-kv serve` runs `CacheServer.serve` on one thread, which owns all sessions. No client can make it wait.
+`tiered-kv serve` runs `CacheServer.serve` on one thread, which owns all sessions and processes. What must stay true: no
+client can make it wait, and a failure ends only the connections of its client, session or namespace. The rows of a
+process stay its own until it has said BYE or the kernel has shown its end. Without a connection it may still copy.
 """
 
 from __future__ import annotations
@@ -34,15 +36,14 @@ from tiered_kv.system.threads import STEP
 __all__ = ["CacheServer", "listen"]
 
 UNREAD_BYTES_MAX: Final = 8 << 20  # that a client may leave unread; then it loses its connection
-UNREAD_ALL_BYTES_MAX: Final = 64 << 20
-"""Bytes that all clients together may leave unread; then the one with the most loses its connection."""
+UNREAD_ALL_BYTES_MAX: Final = 64 << 20  # that all may leave unread; then the client with the most loses its connection
 HELLO_S: Final = 5.0  # how long a connection may take to identify itself
-ACCEPT_PAUSE_S: Final = 0.5  # how long no connection is taken once the system has no descriptor or memory for one
+ACCEPT_PAUSE_S: Final = 0.5  # how long no connection is taken after the system had no descriptor or memory for one
 _PACKETS_A_PASS: Final = 16
 _PASSES_OF_THE_DEAD: Final = 256
-"""Passes in which messages of an ended process are read: a child of it may have the socket, and send for ever."""
+"""Limit of the passes that read messages of a process after its end: its child may have its socket, and send on."""
 _TICK_S: Final = 0.001
-"""Between two steps while a tier works, a request waits or the history has work, unless a job ends."""
+"""Longest time between two steps while a host is busy (`Host.is_busy`). The end of a job begins a step sooner."""
 _IDLE_S: Final = 0.5
 _SNDBUF_BYTES: Final = 1 << 20
 
@@ -75,13 +76,11 @@ class CacheServer:
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        self._calls: deque[Callable[[], object]] = deque()
-        """To be made on the server's thread; any thread appends."""
-        self._processes: set[Process] = set()
-        self._channels: dict[Channel, Process] = {}
+        self._calls: deque[Callable[[], object]] = deque()  # to be made on the server's thread; any thread appends
+        self._processes: set[Process] = set()  # all that may still use rows, with or without a connection
+        self._channels: dict[Channel, Process] = {}  # the processes with a connection
         self._is_stopping = False
-        self._accepts_from_s: float | None = None
-        """When connections are taken again; None while they are."""
+        self._accepts_from_s: float | None = None  # when connections are taken again; None while they are
         self._log_limit = LogLimit()  # by the name of an exception's type
         namespaces.wake = self._wake
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -115,7 +114,7 @@ class CacheServer:
             unread_bytes += process.channel.unread_bytes
         if unread_bytes > UNREAD_ALL_BYTES_MAX:
             self._end_the_slowest()
-        self._expire_strangers()
+        self._act_on_time()
         for host in self._namespaces.hosts:
             self._trying(functools.partial(host.work, is_idle=not found))
 
@@ -184,7 +183,7 @@ class CacheServer:
             pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             refusal = self._users.refusal(uid)
             most = connections_max(self._namespaces.descriptors)
-            if not refusal and len(self._processes) >= most:  # some have left
+            if not refusal and len(self._processes) >= most:  # those without a connection count too
                 refusal = f"{most} processes are connected, and there can be no more; raise its limit of descriptors"
             pidfd = -1 if refusal else self._pidfd_of(sock, pid)
             if pidfd < 0 and not refusal:
@@ -205,12 +204,12 @@ class CacheServer:
         self._selector.register(pidfd, selectors.EVENT_READ, lambda _: self._died(process))
 
     def _receive(self, process: Process) -> None:
-        STEP.begin()  # until this pass's step ends, other threads do not hold the interpreter
+        STEP.begin()  # the workers of tiers pause until the step of this pass ends
         for message in process.channel.receive(_PACKETS_A_PASS, is_expected=True):
             if process.hello is None:
                 self._greet(process, message)
             elif message.code == protocol.BYE:
-                self._has_ended(process)  # it uses no row any more
+                self._end_process(process)  # it uses no row any more
                 return
             elif process.session is None:
                 raise ProtocolError("a client waits for the answer to its HELLO")
@@ -253,7 +252,7 @@ class CacheServer:
             if key.events != events:
                 self._selector.modify(process.channel.sock, events, key.data)
 
-    def _expire_strangers(self) -> None:
+    def _act_on_time(self) -> None:
         """Disconnect clients that sent no HELLO in time, and take connections again after a pause."""
         now_s = time.monotonic()
         if self._accepts_from_s is not None and now_s >= self._accepts_from_s:
@@ -294,7 +293,7 @@ class CacheServer:
                 raise ProtocolError(
                     f"a worker of the last engine '{hello.name}' still runs; end it, or use another name"
                 )
-            if before is not None:  # a scheduler connects again only if none of its copies is running
+            if before is not None:  # a scheduler connects again only after its copies have ended: free its rows
                 session.close()
                 self._forget(before)
         if session is None:
@@ -346,9 +345,10 @@ class CacheServer:
             session.close()
             self._end_if_left(session)
 
-    def _has_ended(self, process: Process) -> None:
+    def _end_process(self, process: Process) -> None:
+        """Forget a process that has ended or uses no row any more, and its session if no other process is left."""
         if process not in self._processes:
-            return  # it has said goodbye in the same pass
+            return  # this pass has forgotten it already: it has said BYE
         self._disconnect(process)
         self._forget(process)
         if process.session is not None:
@@ -361,7 +361,7 @@ class CacheServer:
             if not process.is_connected or not process.channel.is_readable:
                 break
             self._guarded(process, functools.partial(self._receive, process))
-        self._has_ended(process)
+        self._end_process(process)
 
     def _end_if_left(self, session: Session) -> None:
         """End a session if none of its processes is left."""

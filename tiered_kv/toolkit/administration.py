@@ -98,11 +98,11 @@ class SurveyedForeign:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The contents of a tier's storage, with every namespace that has data; None means unknown, or none."""
+    """The contents of a tier's storage, with every namespace that has data."""
 
     namespaces: tuple[StoredNamespace, ...] = ()
-    segments: SurveyedSegments | None = None
-    foreign: SurveyedForeign | None = None
+    segments: SurveyedSegments | None = None  # None for a tier without segment files
+    foreign: SurveyedForeign | None = None  # None if the tier does not look for foreign entries
     notes: tuple[str, ...] = ()  # hints for the user
 
 
@@ -123,7 +123,7 @@ class Verification:
     repairs: bool = False  # whether damaged blocks are deleted
     on_block: Callable[[int], None] = lambda size_bytes: None
     """Called with the bytes of each block. It may sleep, to limit the rate, or raise, to end the check."""
-    blocks: int = 0  # that were read
+    blocks: int = 0  # number of blocks that were read
     size_bytes: int = 0
     damaged: Counter[str] = field(default_factory=Counter)  # blocks that no process can load, by reason
     unreadable: Counter[str] = field(default_factory=Counter)
@@ -140,9 +140,10 @@ class Verification:
         return not self.error and self.damaged.total() == self.repaired
 
     def note(self, found: RecordStatus | str, size_bytes: int, name: str = "", key: bytes = b"") -> bool:
-        """Count a block of which `size_bytes` were read; return whether its caller deletes (and counts) it.
+        """Count a block of which `size_bytes` were read; return whether the caller has to delete it.
 
-        `found` may also be one word for why it could not be read, and `name` its file or name in the storage.
+        The caller then counts the deleted block in `repaired`. `found` is the status of the record, or one word for the
+        reason why the block could not be read. `name` is its file or its name in the storage.
         """
         self.blocks += 1
         self.size_bytes += size_bytes

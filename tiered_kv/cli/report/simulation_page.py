@@ -1,4 +1,9 @@
-"""The tables and pages of a simulation."""
+"""The tables and pages of a simulation, and its result in one sentence: the cheapest setting that is good enough.
+
+`tiered_kv.cli.simulate` calls it on the main thread. It prints the tables, and writes the page if a report is asked
+for. Nothing here keeps a state. What must stay true: a run of a policy that failed is not called the best or the
+cheapest, unless all failed.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +54,7 @@ def rate_table(rates: Sequence[HitRate]) -> Table:
 
 
 def stack_table(runs: Sequence[StackRun], currency: str) -> Table:
-    """Return a row for each tier of one run, or a comparison with a row for each of several."""
+    """Return a row for each tier, if there is one run; if there are several, a row for each run."""
     priced = [f"{currency} a month"] if runs[0][2] else []
     if len(runs) > 1:
         columns = ["simulation", "hits of any tier", *runs[0][1].tiers, *priced]
@@ -69,7 +74,7 @@ def stack_table(runs: Sequence[StackRun], currency: str) -> Table:
         rows.append([name, f"{tier.hits:,}", f"{tier.hit_rate:.1%}", *moved, *counts, *bill])
     if costs:
         hits = simulated.blocks - simulated.misses
-        rows.append(["all", f"{hits:,}", f"{simulated.hit_rate:.1%}", *[""] * 7, *_total(costs)])
+        rows.append(["all", f"{hits:,}", f"{simulated.hit_rate:.1%}", *[""] * 7, *_total_cell(costs)])
     rows.append(["misses", f"{simulated.misses:,}", f"{1 - simulated.hit_rate:.1%}", *[""] * (7 + len(priced))])
     return [*columns, *priced], rows
 
@@ -77,8 +82,8 @@ def stack_table(runs: Sequence[StackRun], currency: str) -> Table:
 def cheapest(runs: Sequence[StackRun]) -> StackRun:
     """Return the cheapest run with hits within 1 % of the best; without prices, that with the least memory.
 
-    A hit of a lower tier takes longer, which has no price here. So not only the hits of any tier have to be good, but
-    also those of the primary tier, and of each tier with all tiers above it.
+    A hit of a lower tier takes longer, which has no price here. So the hits of the first tiers must be within 1 %
+    too: of the primary tier alone, then of the first two tiers, and so on.
     """
     runs = _sound(runs)
     tiers = list(runs[0][1].tiers)
@@ -89,7 +94,7 @@ def cheapest(runs: Sequence[StackRun]) -> StackRun:
 
 
 def _sound(runs: Sequence[StackRun]) -> Sequence[StackRun]:
-    """Return the runs whose figures are those of their policy; all if none are."""
+    """Leave out runs in which lru replaced a policy that failed; if that leaves none, return all."""
     return [each for each in runs if not each[1].policy_error] or runs
 
 
@@ -115,10 +120,11 @@ def _hits_told(simulated: Simulated) -> str:
 def _compared(simulated: Simulated, costs: Costs) -> list[str]:
     """Return the hits of a run, the share of each tier, and what a month costs."""
     shares = (f"{tier.hit_rate:.1%}" for tier in simulated.tiers.values())
-    return [f"{simulated.hit_rate:.1%}", *shares, *_total(costs)]
+    return [f"{simulated.hit_rate:.1%}", *shares, *_total_cell(costs)]
 
 
-def _total(costs: Costs) -> list[str]:
+def _total_cell(costs: Costs) -> list[str]:
+    """Return the cell of the total costs; no cell without prices."""
     return [f"{_cost(costs):,.2f}"] if costs else []
 
 
@@ -132,7 +138,7 @@ def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: 
         if rate.policy != _LRU and not rate.policy_error:
             points.setdefault(rate.policy, []).append((rate.capacity_blocks, rate.hit_rate))
     about = "LRU is known from the size of the longest prompt on. Points are the sizes at which others were run."
-    plot = _hit_rates(points, about, "blocks")
+    plot = _rates_figure(points, about, "blocks")
     lede = (
         f"{quantity(requests, 'request')} asked for {quantity(curve.blocks, 'block')}, of which "
         f"{curve.distinct_blocks:,} are distinct, one request after the other. No byte was moved."
@@ -140,8 +146,8 @@ def policy_page(run: Run, workload: str, requests: int, curve: HitCurve, rates: 
     best = max([rate for rate in rates if not rate.policy_error] or rates, key=lambda rate: rate.hit_rate)
     parts = card(table(*rate_table(rates))), plots(plot)
     sections = [section("Hit rates", "By size and policy.", *parts)]
-    tile_of = _tile(best.hit_rate, f"{best.policy} with {best.capacity_blocks:,} blocks")
-    return page(run, kind=_KIND, heading=workload, lede=lede, tiles=[tile_of], sections=sections)
+    best_tile = _hits_tile(best.hit_rate, f"{best.policy} with {best.capacity_blocks:,} blocks")
+    return page(run, kind=_KIND, heading=workload, lede=lede, tiles=[best_tile], sections=sections)
 
 
 def stack_page(
@@ -153,7 +159,7 @@ def stack_page(
     for _, simulated, _ in sorted(_sound(runs), key=lambda each: each[1].capacity_blocks):
         gib = simulated.capacity_blocks * config.block.bytes / (1 << 30)
         points.setdefault(simulated.policy, []).append((gib, simulated.hit_rate))
-    shown = [_hit_rates(points, "Hits of all tiers of a server.", "GiB")] if len(runs) > 1 else []
+    shown = [_rates_figure(points, "Hits of all tiers of a server.", "GiB")] if len(runs) > 1 else []
     about = (
         "Hits, evicted and skipped are blocks, requests those to the tier: a block each, and lookups. Rates are "
         "averages over the time of the prompts, which nothing but the requests limits; 1 GB is 1e9 bytes."
@@ -168,7 +174,7 @@ def stack_page(
         f"{fleet.concurrency} at once. The manager is the real one; its tiers kept keys and no bytes."
     )
     name, best, _ = max(_sound(runs), key=lambda each: each[1].hit_rate)
-    heading, tiles = f"{workload} through {run.stack_name}", [_tile(best.hit_rate, name)]
+    heading, tiles = f"{workload} through {run.stack_name}", [_hits_tile(best.hit_rate, name)]
     if len(runs) > 1:
         chosen, simulated, costs = cheapest(runs)
         heading = headline(runs, currency).rstrip(".")
@@ -180,11 +186,12 @@ def stack_page(
     return page(run, kind=_KIND, heading=heading, lede=lede, tiles=tiles, sections=sections)
 
 
-def _tile(hit_rate: float, of: str) -> Html:
+def _hits_tile(hit_rate: float, of: str) -> Html:
     return tile(f"{100 * hit_rate:.1f}", "%", f"hits: {of}")
 
 
-def _hit_rates(points: Mapping[str, Sequence[tuple[float, float]]], about: str, unit: str) -> Html:
+def _rates_figure(points: Mapping[str, Sequence[tuple[float, float]]], about: str, unit: str) -> Html:
+    """Return a plot with a line for each policy; `points` are sizes in `unit`, and hit rates."""
 
     def plot(axes: Axes) -> None:
         for index, each in enumerate(points.values()):

@@ -1,9 +1,11 @@
 """Tails: blocks grouped by the request that was the last to use them, and the order of their eviction.
 
-The policy `density` owns them, on the scheduler's thread.
+`DensityPolicy` (`density.py`) makes the tails, fills their fields, and asks `TailOrder` for the blocks to evict. Both
+run on the scheduler's thread, which owns them.
 
-A tail loses its deepest block first, and no block that another tail follows. So the resident blocks are whole prefixes.
-A request that goes on after it has lost blocks stores *orphans*: blocks after an absent one. They are evicted first.
+What must stay true: a tail loses its deepest block first. A block stays while another tail is attached to it, since
+that tail's prefix contains the block. So the resident blocks are whole prefixes. A request that goes on after it has
+lost blocks stores *orphans*: blocks after an absent one. They are evicted first.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from tiered_kv.cpu.hit_density import BUCKETS
 CIRCLE_MAX = 100
 """Limit of tails in a circle of waiting tails; a longer circle is not detected."""
 QUEUE_SPARE = 64
-"""Entries of a cell that may be out of date, besides one for each tail."""
+"""Entries that a cell may have beyond twice the number of its tails, before it removes those that are out of date."""
 _id_of, _position_of, _size_of = attrgetter("block_id"), attrgetter("position"), attrgetter("size")
 
 
@@ -34,17 +36,19 @@ class Tail:
     """A range of positions in one request's prefix: the part shared with other requests, or the part after it."""
 
     number: int  # requests are numbered in the order of their begin
-    since: float  # when the request began, in units of age
+    since: float  # when the request began, in the policy's units of age, not in seconds
     is_shared: bool = False
     turn: int = 0  # requests in a row that have used it
     kind: int = 0  # from the request's hints
     group: int = -1  # from kind, turn and size; -1 before it has had blocks
     expires_s: float = math.inf
-    began_s: float = 0.0  # when the request began
+    began_s: float = 0.0  # when the request began, by the policy's clock
     said_s: float = 0.0  # its hint `expect_return`; 0 without one
-    late: float = 0.0  # logarithm of how many times later than said its session's requests came
-    pace: float | None = None  # logarithm of how long a request of its session usually comes after another, in seconds
-    new_blocks: int = 0  # that the request added
+    late: float = 0.0
+    """How late the requests of its session come: the logarithm of real over hinted time, as a running mean."""
+    pace: float | None = None
+    """Time between the requests of its session: the logarithm of seconds, as a running mean. None before the second."""
+    new_blocks: int = 0  # number of blocks that the request added
     blocks: dict[int, CPUBlock] = field(default_factory=dict)  # evictable, by block_id
     is_sorted: bool = True  # whether `blocks` is in the order of positions
     start: int = 0  # first position
@@ -52,7 +56,7 @@ class Tail:
     step: int = 1  # from one position to the next
     lost: int = 0  # evicted positions from `end` on
     shared: Tail | None = None  # the shared part of the same prefix
-    share: float = 1.0  # the part of it that no request has used since
+    share: float = 1.0  # the part of this tail that no later request has used
     bucket: int = 0  # the bucket of its age
     is_aging: bool = False  # whether it will move to the next bucket
     is_storing: bool = False  # whether the request has begun to store blocks
@@ -134,8 +138,8 @@ class _Cell:
 class TailOrder:
     """The evictable blocks by tail. The oldest tail of the lowest level loses blocks first.
 
-    Tails wait in cells, one for each group and age: cell `group * BUCKETS + bucket`. `levels` are the levels of the
-    cells. Owned by the manager's thread.
+    Tails wait in cells, one for each group and age: cell `group * BUCKETS + bucket`. `levels` has a number for each
+    cell: its hit density, in steps (`HitDensity.level`). Owned by the manager's thread.
     """
 
     def __init__(self, levels: Sequence[float]) -> None:
@@ -144,8 +148,9 @@ class TailOrder:
         self._mask = 0  # its nth bit stands for the nth cell of the order
         self._protected: dict[int, CPUBlock] = {}  # by block_id: looked up in this step
         self._hanging: dict[OffloadKey, int] = {}  # number of attached tails, by the key of their parent
-        self._blocked: dict[OffloadKey, Tail] = {}  # tails that wait for the tails attached to their block, by its key
-        self._spared: Sequence[Tail] = ()
+        self._blocked: dict[OffloadKey, Tail] = {}
+        """Tails that are in no cell while other tails are attached to their last block, by that block's key."""
+        self._spared: Sequence[Tail] = ()  # tails that the present `pop` leaves whole
         self._orphaned: dict[Tail, None] = {}  # tails that may have orphans
         self.sort(levels)
 
@@ -205,7 +210,7 @@ class TailOrder:
         return taken
 
     def clear(self) -> dict[Any, Any]:  # Any: the policy's own
-        """Remove all blocks, and return them by tail. It takes as long as there are tails."""
+        """Remove all blocks, and return them by tail. Its time grows with the number of tails, not of blocks."""
         waiting = [tail for cell in self._cells for _, _, tail in cell.queue]
         removed: dict[Any, Any] = {}
         for tail in (*waiting, *self._blocked.values(), *self._orphaned):
@@ -282,6 +287,7 @@ class TailOrder:
             self._attach(tail)
 
     def _least(self) -> Tail:
+        """Return the oldest tail in the cells of the lowest level; at least one cell has a tail."""
         order, levels, mask = self._order, self._levels, self._mask
         number = order[(mask & -mask).bit_length() - 1]
         least, found = levels[number], self._cells[number].oldest(number)
@@ -316,9 +322,10 @@ class TailOrder:
         return cut
 
     def _block(self, tail: Tail, key: OffloadKey) -> bool:
-        """Let a tail wait for the tails attached to its block; return False if one of them waits for this tail.
+        """Take a tail out of its cell while other tails are attached to this block of it.
 
-        Without that check, requests that used blocks in contradicting orders would keep them for ever.
+        Return False, and keep the tail in its cell, if one of the others waits for this tail. Without that check,
+        requests that used blocks in contradicting orders would keep them for ever.
         """
         self._blocked[key] = tail
         waiting = tail

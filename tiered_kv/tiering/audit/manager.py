@@ -1,4 +1,8 @@
-"""The manager of a stack that audits: it lets the audit see some calls, and all else is the manager's."""
+"""The manager of a stack that audits: it lets the audit see some calls, and all else is the manager's.
+
+The engine's scheduler calls it, on the manager's thread, which owns the audit too. What must stay true: the lookups of
+an audited request are misses, and the audit sees every store while it is active.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ class AuditedManager(TieringOffloadingManager):
     """Audits a share of the requests.
 
     Args:
-        rules: Which requests are audited, and what follows.
+        rules: The share of audited requests, the tolerated difference, and whether a tier is stopped beyond it.
         primary, secondary_tiers, settings: As in `TieringOffloadingManager`.
     """
 
@@ -59,7 +63,7 @@ class AuditedManager(TieringOffloadingManager):
         return super().lookup_prefix(keys, req_context)
 
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        # An audited request gets no blocks, and its first lookup marks what it computes.
+        # An audited request loads nothing. Its first lookup, and no prefetch, marks where its computed blocks begin.
         if not (self._audit.withholds_all or self._audit.audits(req_context)):
             super().prefetch(keys, req_context)
 
@@ -67,11 +71,12 @@ class AuditedManager(TieringOffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         output = super().prepare_store(keys, req_context)
         if output is None or not self._audit.is_active or self.is_outdated(req_context):
-            return output  # blocks of an outdated request are not those of the current epoch
+            return output  # an outdated request began before a reset: its blocks are not compared with later ones
         return self._audit.prepare(keys, output, req_context)
 
     @timed
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        # Ask before the base class ends the store: afterwards none of these blocks is being written.
         written = self.primary.written_by(req_context.req_id, keys) if self._audit.is_active else []
         super().complete_store(keys, req_context, success)
         self._audit.complete(keys, written, req_context.req_id, self._requests.context_of(req_context), success)
