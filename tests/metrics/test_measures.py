@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +15,14 @@ from tests.support.pages import tier_metrics, undescribed
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.counters import LABELS_MAX, OTHER, Counters, flat_counts
-from tiered_kv.metrics.histogram import INFINITY, Histogram, quantile
+from tiered_kv.metrics.histogram import INFINITY, Histogram, checked_histogram, quantile
 from tiered_kv.metrics.metric import TOTAL, Metric
 from tiered_kv.metrics.step_timer import EVERY_STEPS, StepTimer, timed
-from tiered_kv.metrics.vocabulary import MANAGER
+from tiered_kv.metrics.vocabulary import MANAGER, common_metrics
 from tiered_kv.reasons import FAILED, SKIPPED, Fate, RecordStatus, TooSlow
+from tiered_kv.stack.exporters.metrics import NAME_SERIES_MAX
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.base import JobResult
@@ -62,6 +66,35 @@ def test_labels_from_elsewhere_are_bounded() -> None:
     failed = counters.snapshot()["failed_blocks_total"]["load"]
     assert len(failed) == LABELS_MAX + 1
     assert failed[OTHER] == 9 * LABELS_MAX
+
+
+def test_every_label_from_elsewhere_is_bounded() -> None:
+    counters = Counters([Metric("moved_bytes_total", "Bytes.", ("way", "kind"))])
+    for number in range(10 * LABELS_MAX):
+        counters.add("moved_bytes_total", f"way-{number}", "a kind")
+    (family,) = counters.families()
+    assert len(family.values) == NAME_SERIES_MAX, "the exporters leave out no count"
+    assert sum(family.values.values()) == 10 * LABELS_MAX  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"labels": ([],)}, {"bounds": (True,)}, {"bounds": (10**400,)}, {"bounds": (1, 10**400)}]
+)
+def test_a_metric_of_any_wrong_type_is_a_config_error(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"the metric 'open_seconds' (needs|cannot have)"):
+        Metric("open_seconds", "Seconds.", **wrong)
+
+
+def test_an_unknown_common_metric_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no common metric is 'blokcs'; .*blocks"):
+        common_metrics("blocks", "blokcs")
+
+
+@pytest.mark.parametrize("total", [math.nan, math.inf])
+def test_a_histogram_s_sum_is_a_number_that_json_has(total: float) -> None:
+    histogram = Histogram((1.0,))
+    histogram.add(total)
+    assert checked_histogram(histogram.snapshot(), (1.0,)) is None
 
 
 class Calls:

@@ -18,7 +18,9 @@ from tiered_kv.metrics.series import Family, Labels
 LABELS_MAX: Final = 64
 """Limit of label combinations of one counter: some labels are words from storage, or from third-party tiers."""
 OTHER: Final = "other"
-"""Replaces the last label of events beyond this limit."""
+"""Replaces the last label of events beyond this limit, and then all labels."""
+OTHERS_MAX: Final = 7
+"""Limit of combinations of which only the last label is replaced."""
 
 
 class Counters:
@@ -29,7 +31,8 @@ class Counters:
     Args:
         metrics: What may be counted. Those that do not only grow are left out: they are gauges, which a tier reports
             itself. A counter without labels begins with 0. With labels, each combination appears with its first event.
-            Beyond `LABELS_MAX` combinations, the last label of a new one is `OTHER`.
+            Beyond `LABELS_MAX` combinations, the last label of a new one is `OTHER`; beyond `OTHERS_MAX` of these, each
+            label is.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
@@ -48,6 +51,8 @@ class Counters:
                     raise KeyError(name)
                 if len(values) >= LABELS_MAX:
                     labels = (*labels[:-1], OTHER)
+                    if labels not in values and len(values) >= LABELS_MAX + OTHERS_MAX:
+                        labels = (OTHER,) * len(labels)
             values[labels] = values.get(labels, 0) + count
 
     def __getitem__(self, name: str) -> int:

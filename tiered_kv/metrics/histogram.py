@@ -72,7 +72,7 @@ def checked_histogram(value: object, bounds: Sequence[float]) -> HistogramValue 
     if not is_histogram(value):
         return None
     total, buckets = value.get("sum"), dict(value["buckets"])
-    if not isinstance(total, float) or [*buckets] != _names(bounds):
+    if not isinstance(total, float) or not math.isfinite(total) or [*buckets] != _names(bounds):
         return None
     if not all(type(count) is int and count >= 0 for count in buckets.values()):
         return None

@@ -87,15 +87,15 @@ def _fault(metric: Metric) -> str | None:
         return f"has the unit '{metric.unit}'; use '{_UNITS[metric.unit]}'"
     if not isinstance(metric.help, str) or not metric.help.isprintable() or not 0 < len(metric.help) <= _HELP_MAX:
         return f"needs a help: what it counts, in one line of {_HELP_MAX} characters at most"
-    if not isinstance(labels, tuple) or len(labels) > _LABELS_MAX or len({*labels}) < len(labels):
+    if not isinstance(labels, tuple) or len(labels) > _LABELS_MAX or len({*map(repr, labels)}) < len(labels):
         return f"needs labels as a tuple of at most {_LABELS_MAX} different names, found {labels!r}"
     for label in labels:
         if not isinstance(label, str) or not _NAME.fullmatch(label) or label in _RESERVED_LABELS:
             return f"cannot have the label {label!r}: it takes a lower-case word, none of {', '.join(_RESERVED_LABELS)}"
     bounds = metric.bounds
-    if not isinstance(bounds, tuple) or not all(isinstance(each, (int, float)) for each in bounds):
+    if not isinstance(bounds, tuple) or not all(type(each) in (int, float) for each in bounds):
         return f"needs bounds as a tuple of numbers, found {bounds!r}"
-    if len(bounds) > _BOUNDS_MAX or list(bounds) != sorted({*bounds}) or not all(map(math.isfinite, bounds)):
+    if len(bounds) > _BOUNDS_MAX or list(bounds) != sorted({*bounds}) or not all(map(_is_bound, bounds)):
         return f"needs at most {_BOUNDS_MAX} finite bounds, each larger than the one before"
     if bounds and metric.is_total:
         return "is a histogram: its name does not end with '_total'"
@@ -103,6 +103,13 @@ def _fault(metric: Metric) -> str | None:
     if not isinstance(values, tuple) or len(values) > _VALUES_MAX or not all(_fits(each, labels) for each in values):
         return f"needs values as at most {_VALUES_MAX} tuples of {len(labels)} words each, one for each label"
     return None
+
+
+def _is_bound(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int that no float holds
+        return False
 
 
 def _fits(values: object, labels: tuple[str, ...]) -> bool:

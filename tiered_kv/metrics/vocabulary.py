@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from typing import Final
 
+from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.histogram import BYTES, SECONDS, SHORT_SECONDS
 from tiered_kv.metrics.metric import Metric
 from tiered_kv.reasons import SKIPPED, Fate, Learning, Reason, TooSlow
@@ -210,5 +211,11 @@ them.
 
 
 def common_metrics(*names: str) -> tuple[Metric, ...]:
-    """Return metrics of `COMMON`, for the declaration of a tier type."""
+    """Return metrics of `COMMON`, for the declaration of a tier type.
+
+    Raises:
+        ConfigError: There is no such metric.
+    """
+    if unknown := [name for name in names if name not in COMMON]:
+        raise ConfigError(f"no common metric is {unknown[0]!r}; declare a Metric, or take one of {', '.join(COMMON)}")
     return tuple(COMMON[name] for name in names)
