@@ -107,6 +107,7 @@ def test_an_installed_plugin_is_found(install: Install) -> None:
     [
         ("raise RuntimeError('out of order')", "RuntimeError: out of order"),
         ("import no_such_module", "ModuleNotFoundError"),
+        ("raise BaseException('panic')", "BaseException: panic"),
         ("", "gives no tier type: is its function marked with @hookimpl?"),
         (HOOK.format(name="no good name"), "cannot name a tier type"),
         (HOOK.format(name="x").replace("[TierType", "['x', TierType"), "which is no TierType"),
@@ -124,6 +125,16 @@ def test_a_broken_plugin_is_reported_and_costs_no_other(
     assert "plugin 'broken' of broken 1.0 cannot be loaded" in caplog.text
     with pytest.raises(ConfigError, match=r"unknown tier type 'x'.*plugin 'broken' of broken 1\.0 cannot be loaded"):
         plugins.resolve("x")
+
+
+def test_a_plugin_that_ends_the_process_is_named_and_costs_only_those_who_load_it(install: Install) -> None:
+    install("quitter", "raise SystemExit(0)")
+    install("healthy", HOOK.format(name="healthy"))
+    plugins = find_installed()
+    plugins.resolve("healthy")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"plugin 'quitter' of quitter 1\.0 ends the process when it is loaded"):
+            plugins.states()
 
 
 def test_a_plugin_that_could_not_be_loaded_for_want_of_descriptors_is_loaded_later(
@@ -228,6 +239,10 @@ def test_what_is_no_tier_is_refused(name: str) -> None:
         lambda: TierType("a", dict, lambda: FourMethodTier),  # type: ignore[arg-type]
         lambda: TierType("a", TierSettings, None),  # type: ignore[arg-type]
         lambda: TierType("a", TierSettings, lambda: FourMethodTier, "", "b"),  # type: ignore[arg-type]
+        lambda: TierType("a", TierSettings, lambda: FourMethodTier, None),  # type: ignore[arg-type]
+        lambda: TierType("a", TierSettings, lambda: FourMethodTier, "two\nlines"),
+        lambda: TierType("a", TierSettings, lambda: FourMethodTier, is_shared="no"),  # type: ignore[arg-type]
+        lambda: TierType("a", TierSettings, lambda: FourMethodTier, is_lasting=None),  # type: ignore[arg-type]
     ],
 )
 def test_a_tier_type_that_cannot_work_is_refused_when_it_is_made(build: Callable[[], TierType]) -> None:

@@ -106,3 +106,13 @@ def test_an_installation_that_is_found_twice_counts_once(install: Install) -> No
     twice = [*importlib.metadata.entry_points(group=POLICIES)] * 2
     assert Policies(twice).names.count("moon") == 1
     assert [each.name for each in Policies(twice).found() if each.error] == []
+
+
+@pytest.mark.parametrize("source", ["raise SystemExit(0)", "raise BaseException('panic')"])
+def test_a_policy_whose_module_ends_the_process_is_an_error(install: Install, command: Command, source: str) -> None:
+    install("quitter", "leave", source)
+    with pytest.raises(ConfigError, match=r"the policy 'leave' cannot be made for 4 blocks: \w+: (0|panic)"):
+        make_policy("leave", 4)
+    (found,) = [each for each in policies().found() if each.error]
+    assert found.origin == "policy 'leave' of quitter 1.0"
+    assert "'leave' is a policy, which has no settings" in command.err("plugins", "leave")

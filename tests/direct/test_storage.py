@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -127,13 +128,31 @@ def test_a_server_s_own_stack_has_no_client_of_a_server() -> None:
         Namespaces({"primary": {"capacity": "1MiB"}, "secondary": [{"type": "guest"}]})
 
 
+@pytest.mark.parametrize(
+    "names",
+    [("folder", "room"), {"directory": "folder"}, None, StorageSettings("fodler"), StorageSettings(capacity=4)],  # type: ignore[arg-type]
+)
+def test_a_tier_type_names_settings_of_its_own_for_its_storage(names: object) -> None:
+    wrong = type("Wrong", (ShelfSettings,), {"storage_settings": names, "__module__": __name__})
+    with pytest.raises(ConfigError, match=r"tier type 'shelf' (needs|has no setting) .*(StorageSettings\(|'fodler'|4)"):
+        TierType("shelf", wrong, lambda: ShelfTier)
+
+
 def test_blocks_that_a_tier_moved_are_known_through_whatever_stands_before_it() -> None:
     class MovingTier(FourMethodTier):
         relocated_blocks = 7
 
+    class MethodTier(FourMethodTier):
+        def relocated_blocks(self) -> int:  # type: ignore[override]
+            return 7
+
     view = memoryview(bytearray(8192)).cast("B", (2, 4096))
-    tier = MovingTier(None, view, "moving")
-    assert WrapperTier(tier).relocated_blocks == 7
-    isolated = IsolatedTier(tier)
-    wait_until(lambda: isolated.relocated_blocks == 7)
-    isolated.shutdown()
+    assert WrapperTier(MovingTier(None, view, "moving")).relocated_blocks == 7
+    for kind in (MovingTier, MethodTier):
+        isolated = IsolatedTier(kind(None, view, "moving"))
+        wait_until(partial(_has_moved, isolated))
+        isolated.shutdown()
+
+
+def _has_moved(tier: IsolatedTier) -> bool:
+    return tier.relocated_blocks == 7

@@ -53,6 +53,8 @@ def _plugins(args: argparse.Namespace) -> Status:
     found = [(state, tier) for state in states for tier in state.tiers if args.name in (None, tier.name)]
     if args.name is not None and not found:
         known = sorted(tier.name for state in states for tier in state.tiers)
+        if args.name in policies().names:
+            raise ConfigError(f"'{args.name}' is a policy, which has no settings; `tiered-kv plugins` describes it")
         nearest = suggestion(args.name, known)
         raise ConfigError(f"there is no tier type '{args.name}'{nearest}; there are: {', '.join(known) or 'none'}")
     found_policies = policies().found() if args.name is None else []

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from tiered_kv.config.settings import ClassArguments, TierSettings
+from tiered_kv.config.settings import ClassArguments, StorageSettings, TierSettings
 from tiered_kv.config.validation import suggestion
 from tiered_kv.errors import ConfigError, MissingExtraError, ResourceError, is_too_old, remedy_of
 from tiered_kv.metrics.declared import checked_metrics, refuse_conflicts
@@ -95,6 +95,13 @@ class TierType:
             )
         if not (isinstance(self.settings, type) and issubclass(self.settings, TierSettings)):
             raise ConfigError(f"tier type '{self.name}' needs a subclass of TierSettings, not {self.settings!r}")
+        if fault := _storage_fault(self.settings):
+            raise ConfigError(f"tier type '{self.name}' {fault}")
+        if not isinstance(self.description, str) or not self.description.isprintable():
+            raise ConfigError(f"tier type '{self.name}' needs a description of one line, not {self.description!r}")
+        for flag in ("is_shared", "is_lasting", "is_host_client"):
+            if not isinstance(getattr(self, flag), bool):
+                raise ConfigError(f"tier type '{self.name}' needs True or False as {flag}, not {getattr(self, flag)!r}")
         for given in (self.load, self.administration or self.load, self.key_store or self.load):
             if not callable(given):
                 raise ConfigError(f"tier type '{self.name}' needs a callable that returns a class, not {given!r}")
@@ -102,6 +109,17 @@ class TierType:
             object.__setattr__(self, "metrics", checked_metrics(self.metrics))
         except ConfigError as error:
             raise ConfigError(f"tier type '{self.name}' cannot be used: {error}") from error
+
+
+def _storage_fault(settings: type[TierSettings]) -> str | None:
+    """Return what is wrong with the names of the storage's settings: with a wrong one, nothing would be divided."""
+    names = settings.storage_settings
+    if not isinstance(names, StorageSettings):
+        return f"needs storage_settings as StorageSettings(directory=..., capacity=..., ttl=...), found {names!r}"
+    for what, name in names._asdict().items():
+        if name != getattr(StorageSettings(), what) and name not in [*settings.model_fields]:
+            return f"has no setting {name!r}, which its storage_settings name for {what!r}"
+    return None
 
 
 def imported(
@@ -129,7 +147,7 @@ def imported(
 def tier_type_of_class(name: str, tier_class: type[SecondaryTierManager]) -> TierType:
     """Return `tier_class` as a tier type without a model: the keys of its YAML entry become arguments."""
     description = (tier_class.__doc__ or "").strip().partition("\n")[0]
-    return TierType(name, ClassArguments, lambda: tier_class, description)
+    return TierType(name, ClassArguments, lambda: tier_class, " ".join(description.split()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +172,8 @@ class TierPlugins:
     Any thread may ask for them. One thread at a time may call `register` and `unregister`.
 
     Installed plugins, given by their entry points, are loaded when they are needed. One that cannot be loaded then is
-    logged, reported and left out. If the system gives no descriptor, thread or memory to load it, the method that needs
-    it raises `ResourceError`; it may be called again.
+    logged, reported and left out. The method that needs it raises `ConfigError` if it calls `sys.exit`, and
+    `ResourceError` if the system gives no descriptor, thread or memory to load it; then it may be called again.
     """
 
     def __init__(self, installed: Iterable[importlib.metadata.EntryPoint] = ()) -> None:
@@ -254,7 +272,12 @@ class TierPlugins:
             return PluginState(
                 name, distribution, self._tiers_of(load(), f"{distribution}:{name}" if distribution else name)
             )
-        except Exception as error:  # a third-party module, or its hook, may raise anything
+        except KeyboardInterrupt:
+            raise
+        except SystemExit as error:  # of the plugin, or of a signal's handler: the process must not run on as before
+            origin = PluginState(name, distribution, ()).origin
+            raise ConfigError(f"{origin} ends the process when it is loaded; repair it, or uninstall it") from error
+        except BaseException as error:  # a third-party module, or its hook, may raise anything
             if remedy_of(error):  # it may be loaded later
                 raise ResourceError.of(f"the plugin '{name}' cannot be loaded", error) from error
             found = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"

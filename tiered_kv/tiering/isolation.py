@@ -322,11 +322,11 @@ class IsolatedTier(WrapperTier):
             self._on_finished()
 
     def _note_lookup_failures(self) -> None:
-        self._inner_failures = operator.index(self.inner.lookup_failures)
+        self._inner_failures = _count_of(self.inner.lookup_failures)
 
     def _note_stats(self) -> None:
         self._stats = checked_stats(self.inner.stats())
-        self._relocated_blocks = operator.index(self.inner.relocated_blocks)
+        self._relocated_blocks = _count_of(self.inner.relocated_blocks)
 
     def _reset(self) -> None:
         self._questions.clear()
@@ -346,6 +346,10 @@ class IsolatedTier(WrapperTier):
             call(*arguments)
         except BaseException:
             self.note_exception(method)
+
+
+def _count_of(found: Any) -> int:  # Any: from a third-party tier, that may have a method in place of the property
+    return operator.index(found() if callable(found) else found)
 
 
 def _take_all(queue: deque[_Item]) -> Iterable[_Item]:

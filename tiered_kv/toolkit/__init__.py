@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tiered_kv.base import OffloadKey, ReqContext
     from tiered_kv.config.hooks import TierType, hookimpl, tier_plugins
-    from tiered_kv.config.settings import TierSettings
+    from tiered_kv.config.settings import StorageSettings, TierSettings
     from tiered_kv.config.units import Bytes, Count, Seconds
     from tiered_kv.metrics.counters import Counters
     from tiered_kv.metrics.metric import Metric
@@ -65,6 +65,7 @@ __all__ = [
     "SecondaryTierFactory",
     "SecondaryTierManager",
     "Seconds",
+    "StorageSettings",
     "TierSettings",
     "TierSpec",
     "TierType",
@@ -76,7 +77,7 @@ __all__ = [
 
 _MODULES = {
     "tiered_kv.base": "OffloadKey ReqContext",
-    "tiered_kv.config.settings": "TierSettings",
+    "tiered_kv.config.settings": "StorageSettings TierSettings",
     "tiered_kv.config.units": "Bytes Count Seconds",
     "tiered_kv.reasons": "Reason",
     "tiered_kv.config.hooks": "TierType hookimpl tier_plugins",

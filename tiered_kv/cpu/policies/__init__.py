@@ -101,9 +101,9 @@ def make_policy(name: str, num_blocks: int) -> CachePolicy:
     """
     try:
         policy: object = _load(name)(num_blocks)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
-    except Exception as error:  # any exception that a third-party module raises
+    except BaseException as error:  # any exception that a third-party module raises, SystemExit too
         if remedy_of(error):
             raise
         raise ConfigError(

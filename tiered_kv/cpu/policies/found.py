@@ -89,7 +89,9 @@ class Policies:
             return FoundPolicy(name, distribution, error=error)
         try:
             loaded = entry_point.load()
-        except Exception as error:  # any exception that a third-party module raises
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # any exception that a third-party module raises, SystemExit too
             if remedy_of(error):
                 raise
             return FoundPolicy(name, distribution, error=f"{type(error).__name__}: {error}")
