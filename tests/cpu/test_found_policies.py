@@ -116,3 +116,9 @@ def test_a_policy_whose_module_ends_the_process_is_an_error(install: Install, co
     (found,) = [each for each in policies().found() if each.error]
     assert found.origin == "policy 'leave' of quitter 1.0"
     assert "'leave' is a policy, which has no settings" in command.err("plugins", "leave")
+
+
+def test_a_policy_that_is_no_class_is_shown_as_broken(install: Install, command: Command) -> None:
+    install("sevens", "seven", "Policy = 7")
+    text = command.out("plugins", status=1)
+    assert "broken: policy 'seven' of sevens 1.0: it names 7, which is no class of a policy" in " ".join(text.split())

@@ -37,7 +37,10 @@ class OwnNumber(NamedTuple):
             return None
         if self.metric is not None and self.metric.bounds:
             return checked_histogram(self.given, self.metric.bounds)
-        return as_float(self.given)
+        value = as_float(self.given)
+        if self.metric is not None and self.metric.is_total and not (value is not None and 0 <= value < math.inf):
+            return None  # added to a counter once, NaN stays
+        return value
 
 
 @dataclass(frozen=True, slots=True)

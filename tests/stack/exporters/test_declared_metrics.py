@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -121,6 +122,15 @@ def test_a_value_of_another_form_than_declared_is_dropped_and_counted(stack: Sta
     text = page(stack, "/metrics")
     assert 'tiered_kv_dropped_series{tier="disk"} 3.0' in text
     assert not re.search(r"^tiered_kv_tier_(dirty|flush_seconds)", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("count", [math.nan, math.inf, -1, "7", None])
+def test_a_counter_has_only_counts(stack: Stack, count: object) -> None:
+    obedient(stack).own_counters = {"flushed_pages_total": {"full": count, "idle": 2}, "dirty_bytes": -1}
+    text = page(stack, "/metrics")
+    assert re.findall(r'^tiered_kv_tier_flushed_pages_total\{cause="(\w+)"', text, re.MULTILINE) == ["idle"]
+    assert 'tiered_kv_dropped_series{tier="disk"} 1.0' in text
+    assert 'tiered_kv_tier_dirty_bytes{tier="disk"} -1.0' in text, "a gauge is any number"
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,8 @@ class Policies:
             if remedy_of(error):
                 raise
             return FoundPolicy(name, distribution, error=f"{type(error).__name__}: {error}")
+        if not callable(loaded):
+            return FoundPolicy(name, distribution, error=f"it names {loaded!r:.80}, which is no class of a policy")
         return FoundPolicy(name, distribution, (inspect.getdoc(loaded) or "").partition("\n")[0])
 
 
