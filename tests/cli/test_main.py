@@ -13,16 +13,18 @@ import time
 from pathlib import Path
 
 import pytest
+from pydantic import ConfigDict, Field
 
 from tests.support.command import Command
 from tests.support.disk_use import occupied_bytes
 from tests.support.faulty import FourMethodTier
 from tests.support.pages import undescribed
-from tests.support.stacks import Register, stack_file
+from tests.support.stacks import Register, plugged, stack_file
 from tiered_kv import __version__
 from tiered_kv.cli import output
 from tiered_kv.cli.main import main
-from tiered_kv.config.hooks import PluginState, tier_plugins
+from tiered_kv.config.hooks import PluginState, TierType, tier_plugins
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.policies.recency import LRUPolicy
 from tiered_kv.tiering.base import JobMetadata
 
@@ -330,6 +332,29 @@ def test_a_broken_plugin_is_shown(command: Command, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tier_plugins(), "states", lambda: [state])
     assert "broken: plugin 'tape' of tiered-kv-tape 1.0: ImportError: no tape" in command.out("plugins", status=1)
     assert command.json("plugins", status=1)["broken"][0]["error"] == "ImportError: no tape"
+
+
+class OddSettings(TierSettings):
+    """As a third-party tier's may be: an alias, and a type that JSON has not."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    folder: str = Field(alias="dir", description="The directory.")
+    clock: Path | re.Pattern[str] | Command | None = Field(default=None, description="For tests.")
+    place: object = object()
+
+
+def test_settings_of_any_form_are_shown(command: Command) -> None:
+    with plugged(TierType("odd", OddSettings, lambda: FourMethodTier)):
+        _check_odd_settings(command)
+
+
+def _check_odd_settings(command: Command) -> None:
+    shown = {each["name"]: each for each in command.json("plugins", "odd")["tiers"][0]["settings"]}
+    assert shown["dir"]["description"] == "The directory."
+    assert shown["place"]["accepts"] == "anything"
+    assert "anything" in shown["clock"]["accepts"]
+    assert {"dir", "clock"} <= set(command.out("plugins", "odd").split())
+    assert "tier-odd" in command.json("schema")["$defs"]
 
 
 def test_schema_is_printed_as_json(command: Command) -> None:

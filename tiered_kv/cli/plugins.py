@@ -9,6 +9,7 @@ from typing import Any, Final
 from tiered_kv.cli.arguments import describe_use
 from tiered_kv.cli.output import Status, print_json, print_table, print_text
 from tiered_kv.config.hooks import PluginState, TierType, tier_plugins
+from tiered_kv.config.settings import entry_schema
 from tiered_kv.config.stack_config import stack_schema
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.config.validation import suggestion
@@ -98,7 +99,7 @@ def _plugins(args: argparse.Namespace) -> Status:
 
 
 def _settings(tier: TierType) -> list[dict[str, object]]:
-    schema = tier.settings.model_json_schema()
+    schema = entry_schema(tier.settings)
     required = schema.get("required", [])
     return [
         {
@@ -106,7 +107,7 @@ def _settings(tier: TierType) -> list[dict[str, object]]:
             "accepts": _accepts(field),
             "required": name in required,
             "default": field.get("default"),
-            "description": tier.settings.model_fields[name].description or "",
+            "description": field.get("description", ""),
         }
         for name, field in schema.get("properties", {}).items()
         if name != "type"
@@ -124,7 +125,11 @@ def _accepts(field: Schema) -> str:
     if "anyOf" in field and "format" not in field:
         return " | ".join(_accepts(choice) for choice in field["anyOf"] if choice != {"type": "null"})
     words = [field["const"]] if "const" in field else field.get("enum")
-    return " | ".join(map(str, words or [field.get("format") or field.get("type", "mapping")]))
+    return " | ".join(map(str, words or [field.get("format") or field.get("type") or _other_type(field)]))
+
+
+def _other_type(field: Schema) -> str:
+    return "mapping" if field.keys() - {"title", "description", "default", "examples"} else "anything"
 
 
 def _show(tier: TierType, state: PluginState) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import PurePath
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -252,3 +252,16 @@ class ClassArguments(TierSettings):
     @property
     def arguments(self) -> dict[str, object]:
         return dict(self.model_extra or {})
+
+
+def entry_schema(settings: type[TierSettings], ref_template: str = "#/$defs/{model}") -> dict[str, Any]:  # Any: JSON
+    """Return the JSON schema of a tier's entry. A field accepts anything if its type is none of JSON."""
+    from pydantic.json_schema import GenerateJsonSchema  # only the command needs it
+
+    class OfAnyType(GenerateJsonSchema):
+        ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012  # as its base has it
+
+        def handle_invalid_for_json_schema(self, schema: object, error_info: str) -> dict[str, Any]:
+            return {}
+
+    return settings.model_json_schema(ref_template=ref_template, schema_generator=OfAnyType)

@@ -17,7 +17,7 @@ from tiered_kv.config.entries import check_entries
 from tiered_kv.config.hooks import REFERENCE, TierType, tier_plugins
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
-from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings
+from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings, entry_schema
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
 from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, policies
@@ -319,7 +319,7 @@ def stack_schema() -> Schema:
 def _entry_schema(tier_type: TierType, definitions: Schema) -> Schema:
     """Add the schema of one tier type's entry to `definitions`; return a reference to it."""
     prefix = f"tier-{tier_type.name}"
-    entry = tier_type.settings.model_json_schema(ref_template=f"#/$defs/{prefix}-{{model}}")
+    entry = entry_schema(tier_type.settings, f"#/$defs/{prefix}-{{model}}")
     for name, definition in entry.pop("$defs", {}).items():
         definitions[f"{prefix}-{name}"] = definition
     entry["title"] = tier_type.name
