@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.faulty import FourMethodTier
+from tests.support.stacks import plugged
+from tiered_kv.config.entries import tier_settings
 from tiered_kv.config.hooks import PROJECT, TierPlugins, TierType, hookimpl, tier_plugins
 from tiered_kv.config.settings import ClassArguments, TierSettings
-from tiered_kv.errors import ConfigError, ResourceError
+from tiered_kv.errors import ConfigError, ResourceError, TierError
+from tiered_kv.tiering.factory import SecondaryTierFactory
 
 HOOK = """
 from tiered_kv.config.hooks import TierType, hookimpl
@@ -135,6 +138,27 @@ def test_a_plugin_that_ends_the_process_is_named_and_costs_only_those_who_load_i
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"plugin 'quitter' of quitter 1\.0 ends the process when it is loaded"):
             plugins.states()
+
+
+@pytest.mark.parametrize("source", ["raise SystemExit(0)", "raise BaseException('panic')"])
+def test_a_module_that_ends_the_process_is_an_error_of_the_tier_that_names_it(install: Install, source: str) -> None:
+    install("quitter", source)
+    with pytest.raises(ConfigError, match=r"'quitter:Tier' cannot be loaded: \w+: (0|panic)"):
+        TierPlugins().resolve("quitter:Tier")
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), BaseException("panic")])
+@pytest.mark.parametrize("is_late", [False, True], ids=["import", "constructor"])
+def test_a_tier_that_ends_the_process_when_it_is_opened_does_not_open(error: BaseException, is_late: bool) -> None:
+    def leave(*_: object) -> None:
+        raise error
+
+    kind = type("Leaving", (FourMethodTier,), {"__init__": leave})
+    view = memoryview(bytearray(8192)).cast("B", (2, 4096))
+    with plugged(TierType("leaving", TierSettings, (lambda: kind) if is_late else leave)):  # type: ignore[arg-type]
+        settings = tier_settings({"type": "leaving"})
+        with pytest.raises(TierError, match=r"(SystemExit: 0|BaseException: panic)"):
+            SecondaryTierFactory.create(None, view, settings)
 
 
 def test_a_plugin_that_could_not_be_loaded_for_want_of_descriptors_is_loaded_later(

@@ -139,7 +139,9 @@ def _check_offline(config: StackConfig) -> StackCheck:
             tier_type_of(settings).load()
             if isinstance(settings, CodecSettings):
                 settings.open_codecs()
-        except Exception as problem:  # a third-party module may raise anything
+        except KeyboardInterrupt:
+            raise
+        except BaseException as problem:  # a third-party module may raise anything, SystemExit too
             error = tier_error_text(problem, settings)
         tiers.append(TierCheck(settings.name, settings.type, not error, error))
     return StackCheck(tiers, [*_without_libraries(config)], [])

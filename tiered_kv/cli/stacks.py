@@ -236,7 +236,7 @@ def purge_own(config: StackConfig, tiers: Iterable[TierSettings]) -> dict[str, s
     return {name: what for name, what in left.items() if what}
 
 
-def tier_error_text(error: Exception, settings: TierSettings) -> str:
+def tier_error_text(error: BaseException, settings: TierSettings) -> str:
     """Return an error of a tier without its secrets, and without its name, which the verb shows beside it."""
     secrets = settings.secret_texts()
     return scrub(error.message, secrets) if isinstance(error, TierError) else error_text(error, secrets)

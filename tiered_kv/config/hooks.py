@@ -361,7 +361,9 @@ class _Hooks:
 def _from_reference(reference: str) -> TierType:
     try:
         target: Any = pkgutil.resolve_name(reference)  # Any: the object that the reference names
-    except Exception as error:  # any exception that a third-party module raises when it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # any exception that a third-party module raises when it is imported
         raise ConfigError(f"'{reference}' cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(target, TierType):
         return target

@@ -111,7 +111,7 @@ def foreign_text(text: str, secrets: Set[str]) -> str:
     return ascii(scrub(" ".join(text.split()), secrets)[:_FOREIGN_CHARACTERS_MAX])[1:-1]
 
 
-def error_text(error: Exception, secrets: Set[str]) -> str:
+def error_text(error: BaseException, secrets: Set[str]) -> str:
     """Return an error's text without any of `secrets`; a text of a third-party error begins with its type."""
     text = scrub(str(error), secrets)
     return text if isinstance(error, TieredKVError) else f"{type(error).__name__}: {text}"

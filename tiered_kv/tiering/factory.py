@@ -87,9 +87,9 @@ class SecondaryTierFactory:
             return _within_its_time(checked, open_it, stand_in)
         except ResourceError as error:
             reason = str(error)
-        except TieredKVError:
+        except (TieredKVError, KeyboardInterrupt):
             raise
-        except Exception as error:  # a third-party module or constructor may raise anything
+        except BaseException as error:  # a third-party module or constructor may raise anything, SystemExit too
             reason = f"{type(error).__name__}: {scrub(str(error), checked.secret_texts())}{remedy_of(error)}"
         # Raised outside of the handler, without a context: the original message may contain secrets.
         raise TierError(reason, tier=checked.name, operation="open")
