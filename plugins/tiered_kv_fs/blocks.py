@@ -1,7 +1,7 @@
 """The block files of one namespace: writes, reads and lookups.
 
-`FsTier` calls it on the tier's threads; any thread that may wait may call. A file gets its name only when it is
-complete. A load verifies the whole record, and deletes a damaged file.
+`FsTier` calls it on the tier's threads, several at once. The scheduler's thread never calls: every call does I/O. A
+file gets its name only when it is complete. A load verifies the whole record, and deletes a damaged file.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ TOUCH_INTERVAL_S: Final = 60.0
 
 @dataclass(slots=True)
 class Moved:
+    """The outcome of one store or load of several blocks."""
+
     done: list[OffloadKey]
-    reason: FileReason | None = None  # why the others failed; the last reason if there were several
+    reason: FileReason | None = None  # why the other blocks failed; the last reason if there were several
     used_bytes: int = 0  # the filled part of the grant
     yields: int = 0  # how often old blocks were deleted, because the disk is full
 
@@ -53,7 +55,7 @@ class BlockFiles:
 
     namespace_path: str
     namespace_digest: bytes
-    owner: str  # the owner of unfinished files; 16 hexadecimal digits
+    owner: str  # the tier's name in the ledger and in the names of unfinished files; 16 hexadecimal digits
     block_bytes: int
     codecs: CodecSet
     counters: Counters
@@ -64,7 +66,7 @@ class BlockFiles:
 
     def __post_init__(self) -> None:
         self._uid = os.geteuid() if self.private else None
-        self._room = ThreadBuffer()  # for payloads that are not the blocks themselves
+        self._room = ThreadBuffer()  # for stored payloads that differ from their blocks (codec); one per thread
         self._unreadable: Unreadable[str] = Unreadable()  # by path
         self._failures = FirstFailures(_log, self.namespace_path, reason_of)
         self.newest_path = ""  # the path of the last stored block; any thread may read it
@@ -100,7 +102,7 @@ class BlockFiles:
         return reason
 
     def _has_given_way(self, moved: Moved, blocks: int, deadline: float) -> bool:
-        """Let old blocks make room on a full disk for `blocks` of them, and for as many of the next call."""
+        """Delete old blocks of a full disk to make room for `blocks` blocks, and for as many of the next call."""
         if time.monotonic() >= deadline:
             return False
         wanted_files = 2 * (blocks + 2)  # an epoch's and a shard's directory take an inode, too
@@ -120,7 +122,7 @@ class BlockFiles:
     def load(self, epoch: str, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float) -> Moved:
         """Read blocks into place and verify them; no read begins after the deadline.
 
-        A damaged block is deleted. An unreadable block is not offered for a while, or until it is stored.
+        A damaged block is deleted. `contains` hides an unreadable block for a while, or until a store replaces it.
         """
         moved = Moved([])
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
@@ -132,7 +134,7 @@ class BlockFiles:
                 self.counters.add("failed_calls_total", reason.value)
                 if reason is not Reason.ABSENT:
                     self._failures.note("reading blocks", error)
-                if reason is not Reason.ABSENT and error.errno != errno.ENOMEM:  # the latter says nothing of it
+                if reason is not Reason.ABSENT and error.errno != errno.ENOMEM:  # of memory, not of the file
                     self._unreadable.note((path,))
             if reason is not None:
                 moved.reason = reason
@@ -141,7 +143,7 @@ class BlockFiles:
         return moved
 
     def contains(self, epoch: str, keys: Sequence[OffloadKey]) -> list[bool]:
-        """Return for each key whether a file of a possible size exists that is not known to be unreadable here.
+        """Return for each key whether its file exists, has a possible size, and was not unreadable to this process.
 
         Raises `OSError`: the directory cannot be read.
         """
@@ -162,7 +164,7 @@ class BlockFiles:
                     os.utime(path, follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError):
                 absent.append(key)
-            except OSError:  # read-only, or another user's: the block is no worse
+            except OSError:  # a read-only directory, or another user's file: the block can still be loaded
                 continue
         return absent[::-1]
 
@@ -195,14 +197,14 @@ class BlockFiles:
             return Reason.EXPIRED
         temporary = temporary_path(path, self.owner)
         size_bytes = sum(map(len, parts))
-        learns = not moved.used_bytes  # of each call one file tells: on a network file system it is a round trip
+        learns = not moved.used_bytes  # only from the first file of a call: a status may cost a network round trip
         try:
             try:
                 self._write(temporary, parts, learns)
             except FileNotFoundError:
                 moved.used_bytes += self._make_above(temporary)
                 self._write(temporary, parts, learns)
-            if not self.is_granted():  # this process was stopped: others may have the grant by now
+            if not self.is_granted():  # this process was suspended, and others may have got its grant
                 raise TimeoutError(f"{path} was not stored: the grant has lapsed")
             put_in_place(temporary, path)
         except OSError:
@@ -217,14 +219,14 @@ class BlockFiles:
 
     def _write(self, path: str, parts: Sequence[bytes | memoryview], learns: bool) -> None:
         with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
-            write_all(fd, parts)  # a network file system may report a full disk only when it is closed
+            write_all(fd, parts)  # a network file system may report a full disk only when the file is closed
             if learns:
                 self.allocation.learn_open(os.fstat(fd))
         if learns:
             self.allocation.learn(os.lstat(path))
 
     def _make_above(self, path: str) -> int:
-        """Make the directories of a file's epoch and shard; return what the new ones occupy.
+        """Make the directories of a file's epoch and shard; return the bytes that the new directories occupy.
 
         Raises `FileNotFoundError`: the namespace's directory is missing. `GrantClient` makes it, and checks its owner.
         """
@@ -255,13 +257,13 @@ class BlockFiles:
         self.counters.add("corrupt_blocks_total", verdict.value)
         try:
             unlink_same(path, status)
-        except OSError as error:  # do not offer it any more
+        except OSError as error:  # `contains` must not report the block any more
             self._failures.note("deleting a damaged block", error)
             self._unreadable.note((path,))
         return verdict.reason
 
     def _read(self, fd: int, size_bytes: int, key: OffloadKey, block: memoryview) -> RecordStatus:
-        """Read and verify a record. A record of a raw record's size is read straight into its block."""
+        """Read and verify a record. If the file has the size of a raw record, its payload is read into the block."""
         if size_bytes > record_bytes_max(self.block_bytes):
             return RecordStatus.BAD_LENGTH
         if size_bytes < HEADER_BYTES:
@@ -275,5 +277,5 @@ class BlockFiles:
 
 
 def _is_due(status: os.stat_result, interval_s: float = TOUCH_INTERVAL_S) -> bool:
-    """Return whether a block's use must be written to its file; either clock may be ahead."""
+    """Return whether a use must be written to its file: the last was `interval_s` ago. Either clock may be ahead."""
     return abs(time.time() - status.st_mtime) >= interval_s

@@ -83,13 +83,13 @@ def claimed(path: str, tier: str, *, private: bool, required_mount: str | None =
 
 
 class Directory:
-    """The directory. A missing one is made. On a full disk without a block, its files are made later.
+    """The shared directory. A missing one is made. If the disk is full and has no block to delete, files follow later.
 
     Any thread may call, except the scheduler's: all calls may wait for the file system.
 
     Raises:
-        ConfigError: It is a symbolic link, or should be private and is another user's or open to others.
-        FormatError: It has another format version, or holds foreign files and no marker.
+        ConfigError: The directory is a symbolic link, or must be private and is another user's or open to others.
+        FormatError: The directory has another format version, or has foreign files and no marker.
         TierUnavailableError: The file system refuses.
     """
 
@@ -107,7 +107,7 @@ class Directory:
         self.description: dict[str, object] = {}
         """The facts about the directory's place that `tiered-kv check` shows."""
         self.shortcomings: tuple[str, ...] = ()
-        """Sentences on what the mount does not do, as found at the opening, and on the way out."""
+        """Sentences for people: what the mount lacks, as found at the opening, and the remedy."""
         self._identity = identity
         self._place: tuple[int, int] | None = None  # device and inode of the directory
         self.path = self.claimed.path
@@ -129,7 +129,7 @@ class Directory:
 
         Raises:
             ConfigError, FormatError: As the constructor.
-            OSError: The file system refuses, or another one is mounted there now.
+            OSError: The file system refuses, or another file system is mounted there now.
         """
         if self._place is not None:
             refuse_other_device(self.path, self._place[0])
@@ -144,14 +144,14 @@ class Directory:
                 claimed = replace(claimed, own_names=frozenset(names_in(fd)))
             claimed.check(fd)
             self._place = place
-            # If the directory is removed while it is open, or was new on a full disk, `GrantClient` may make these
-            # before the marker.
+            # `GrantClient` may make these files before the marker: after somebody has removed the directory, or where
+            # the disk was full when the directory was new.
             self.claimed = replace(self.claimed, own_names=frozenset({LOCK_NAME, LEDGER_NAME, SWEEP_NAME}))
             with_room(self.path, partial(claimed.mark, fd, {"tier": "fs"}))
         finally:
             os.close(fd)
         with_room(self.path, self._make_namespace)
-        for path in self._marks:  # a file of a few bytes takes what the file system allocates at once
+        for path in self._marks:  # a file of a few bytes occupies one allocation unit
             with suppress(FileNotFoundError):
                 self.allocation.learn(os.lstat(path))
 
@@ -160,7 +160,7 @@ class Directory:
         return f"{self.path}/{MARKER_NAME}", f"{self.namespace_path}/{NAMESPACE_NAME}"
 
     def is_marked(self) -> bool:
-        """Return whether the marker and the readable form are there: cleaners and purges delete them."""
+        """Return whether the marker and `namespace.json` exist: a cleaner or a purge may have deleted them."""
         return all(map(os.path.lexists, self._marks))
 
     def _make_namespace(self) -> None:
@@ -199,7 +199,7 @@ def make_directory(path: str) -> bool:
 
 
 def unlink_same(path: str, status: os.stat_result) -> None:
-    """Remove a file if it is still the one that had `status`: another process may have replaced it."""
+    """Remove a file if it is still the file that `status` describes: another process may have replaced it."""
     with suppress(FileNotFoundError):
         if os.path.samestat(os.lstat(path), status):
             os.unlink(path)

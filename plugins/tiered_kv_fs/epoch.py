@@ -1,6 +1,6 @@
 """The file that keeps a namespace's epoch mark. The rules are in `tiered_kv.toolkit.epoch`.
 
-`Epoch` calls it on threads that may wait. Readers find the old mark or the new one, and never a part.
+`Epoch` calls it on threads that may wait. A write replaces the whole file: readers find the old mark or the new one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tiered_kv_fs.names import EPOCH_NAME
 
 
 class EpochFile:
-    """An `EpochStore`. A call to a file system that hangs exceeds its deadline: nothing can end it."""
+    """An `EpochStore`. A call exceeds its deadline while the file system hangs, since nothing can end the call."""
 
     def __init__(self, namespace_path: str, make_directory: Callable[[], None]) -> None:
         self._root = os.path.dirname(namespace_path)

@@ -1,8 +1,10 @@
-"""Room on a full disk: old blocks give way. That needs neither the ledger nor a survey: to delete takes no room.
+"""Room on a full disk: deletes old blocks, without the ledger and without a survey.
 
-Full is a disk without a free byte or inode, and one whose quota is used up. A sweep finds the blocks that are really
-the oldest, but it needs the ledger, and may list the directory for minutes. So here a sample of the blocks is listed,
-and the oldest of the sample are deleted.
+All writers of small files call `with_room`. A store's worker calls `free` (`DirectorySweeper.give_way`). Any thread
+that may wait may call. `free` deletes only blocks.
+
+A disk is full if it has no free byte or inode, or if a quota is used up. A sweep finds the oldest blocks of all, but
+needs the ledger, and may list the directory for minutes. So this lists a sample, and deletes its oldest blocks.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ _log = logging.getLogger("tiered_kv.fs")
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 YIELDS_MAX: Final = 3  # how often blocks give way to one write
 _SMALL_FILE_BYTES: Final = 64 << 10
-_SMALL_FILE_INODES: Final = 4  # blocks that give way to a small file: it is written anew, and then takes its old name
-_SAMPLE: Final = 64  # files, or four times as many as must be deleted
-_VAIN_PAUSE_S: Final = 10.0  # no block is deleted for so long after that did not help: others take the room
+_SMALL_FILE_INODES: Final = 4  # blocks to delete for a small file, which is written under a new name and then renamed
+_SAMPLE: Final = 64  # files to list; four times as many as must be deleted, if that is more
+_VAIN_PAUSE_S: Final = 10.0  # the pause after deletions did not help: others take the space
 
 
 class Freed(NamedTuple):
+    """The number of deleted blocks, and their space on the disk."""
+
     files: int
     size_bytes: int
 
@@ -43,7 +47,7 @@ class Freed(NamedTuple):
 def with_room(root: str, write: Callable[[], T]) -> T:
     """Run an action that writes a small file in the directory `root`. Where the disk is full, delete old blocks first.
 
-    Raises `OSError`: the disk is still full, and there is no block to delete, or another reason.
+    Raises `OSError`: the action failed for another reason, or the disk is still full, or no block could be deleted.
     """
     for attempt in range(YIELDS_MAX + 1):
         try:
@@ -56,7 +60,7 @@ def with_room(root: str, write: Callable[[], T]) -> T:
 
 @contextmanager
 def without_room() -> Iterator[None]:
-    """End the `with` block where the disk is full, and go on after it."""
+    """Suppress the error of a full disk: the `with` block ends where it occurs."""
     try:
         yield
     except OSError as error:
@@ -68,9 +72,10 @@ _vain_until_s: Final[dict[str, float]] = {}  # by shared directory; any thread a
 
 
 def free(root: str, wanted_bytes: int, wanted_files: int, attempt: int) -> Freed:
-    """Delete old blocks until they have made room for so many bytes, and for so many files; return what was deleted.
+    """Delete old blocks until their bytes and their number reach the wanted ones; return the deleted bytes and number.
 
-    `attempt` says how often blocks have given way to the same write. After the last time none do for a while.
+    `attempt` is the number of earlier calls for the same write. From `YIELDS_MAX` on, nothing is deleted, and a pause
+    begins.
     """
     now_s = time.monotonic()
     if attempt >= YIELDS_MAX:
@@ -89,7 +94,7 @@ def free(root: str, wanted_bytes: int, wanted_files: int, attempt: int) -> Freed
     return Freed(files, size_bytes)
 
 
-_warned: Final[set[tuple[str, int | None]]] = set()  # shared directories, error numbers; any thread adds in one step
+_warned: Final[set[tuple[str, int | None]]] = set()  # logged: directory, error number; any thread adds
 
 
 def removed(path: str, root: str) -> bool:

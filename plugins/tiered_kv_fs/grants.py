@@ -5,7 +5,7 @@ loop; its two tasks use at most one thread each, for the ledger and for a sweep.
 
 - A store writes only bytes that the ledger has granted, and only while the grant is valid.
 - Bytes that a process returns or owes reach the ledger's total once.
-- A failure ends no task: it is counted, logged, and holds for stores during `_REFUSAL_S` at most.
+- A failure ends no task: it is counted and logged. Later stores fail at once for its reason, during `_REFUSAL_S`.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from tiered_kv_fs.sweeper import DirectorySweeper, Sweep
 
 _log = logging.getLogger("tiered_kv.fs")
 
-_TICK_S: Final = 5.0
-_IDLE_TICKS: Final = 2
-_BUSY_PAUSE_S: Final = 0.05
-_REFUSAL_S: Final = 1.0  # how long a failure holds for later stores, so that queued stores do not each wait for it
+_TICK_S: Final = 5.0  # how often the ledger is used while no store asks
+_IDLE_TICKS: Final = 2  # ticks without a store until unused bytes are returned
+_BUSY_PAUSE_S: Final = 0.05  # between two uses of the ledger while a sweep makes room
+_REFUSAL_S: Final = 1.0  # how long later stores fail at once after a failure, so that each need not wait
 _CLOSE_TIMEOUT_S: Final = 0.5
 _MEASURE_S: Final = 10.0
 """How often to look at the disk's free space; some file systems count a removed file seconds later."""
-GRANTS_MIN: Final = 16  # the least number of grants in a capacity, or on a disk that is smaller
+GRANTS_MIN: Final = 16  # a capacity, or a smaller disk, has room for so many grants at least
 _EPOCH_TIMEOUT_S: Final = 5.0
-_EXCHANGES_MAX: Final = 5
-_SURVEY_PAUSES: Final = 10  # as many times as long as a survey takes, none is asked for because of a lost lock
-_LOST_PAUSE_S: Final = 0.1  # at most, between two of them
+_EXCHANGES_MAX: Final = 5  # tries of one use of the ledger, if locks are lost
+_SURVEY_PAUSES: Final = 10  # the pause between surveys for lost locks, in durations of a survey
+_LOST_PAUSE_S: Final = 0.1  # the longest pause between two tries
 _LOST_LOCK: Final = (
     "another process held a lock of the directory too, or this one lost it, so the directory may exceed its capacity "
     f"until the next survey; {OWN_NAME}"
@@ -75,10 +75,10 @@ class GrantClient:
     directory: Directory
     epoch: Epoch
     counters: Counters
-    call: Callable[..., Awaitable[Any]]  # runs a function that may wait on a thread. Any: its result
+    call: Callable[..., Awaitable[Any]]  # runs a function that may wait, on a thread. Any: the function's result
     capacity_bytes: int  # the limit of the directory
     grant_bytes: int  # the size of one grant; less on a small disk
-    part_bytes: Callable[[], int]  # the greatest part of a job, as far as known
+    part_bytes: Callable[[], int]  # returns the most bytes that a part of a job may take, as far as known
     room_timeout_s: float  # how long a store waits for room
     on_age: Callable[[float], None]  # see `DirectorySweeper.on_age`; runs on a thread
 
@@ -88,31 +88,31 @@ class GrantClient:
         self._usable_bytes = self.capacity_bytes - self._allocation.opening_bytes
         self._grant_bytes_max = self.grant_bytes
         self.failure = ""  # the failure of the newest use of the ledger, for people; any thread may read it
-        self.newest_path = ""  # the path of a block that was stored
+        self.newest_path = ""  # the path of the last stored block; `FsTier` sets it
         self._measure_after_s = 0.0
         self._ledger = DirectoryLedger(self.directory.path, self._note_lost_lock)
         self._sweeper = DirectorySweeper(self.directory, self._ledger, self._usable_bytes, self.counters, self.on_age)
         self.used_bytes = 0  # as of the last use of the ledger; any thread may read it
         with without_room(), self._ledger.locked() as state:
             self.used_bytes = state.total_bytes or 0
-        self._free_bytes = 0
-        self._in_flight_bytes = 0
-        self._valid_until_s = 0.0
-        self._waiting: deque[int] = deque()  # bytes that stores wait for
+        self._free_bytes = 0  # granted, and not reserved by a store
+        self._in_flight_bytes = 0  # reserved by stores that have not ended
+        self._valid_until_s = 0.0  # when the grants lapse, by `time.monotonic`
+        self._waiting: deque[int] = deque()  # the bytes that each waiting store wants, the longest wait first
         self._idle_ticks = _IDLE_TICKS  # ticks since the last store; no grant is taken before the first store
-        self._is_registered = False
+        self._is_registered = False  # the ledger has had an entry of this tier
         self._is_full = False  # the last sweep could not make room
-        self._sweep_after_s = 0.0
+        self._sweep_after_s = 0.0  # no sweep is asked for before, if the last one could not make room
         self._refusal: tuple[FileReason | None, float] = (None, 0.0)
         """Why nothing was granted, and until when stores fail at once for that reason."""
         self._is_closing = False
-        self._entries: list[Holder] = []  # the possible entries of this tier in the ledger
-        self._is_survey_owed = False  # this tier's entry has gone, and with it perhaps a part of the total
-        self._survey_after_s = -math.inf
-        self._lost_lock_s = -math.inf  # when others were last known to hold a lock of this process, too
+        self._entries: list[Holder] = []  # this tier's entry in the ledger: one of these
+        self._is_survey_owed = False  # the ledger lost this tier's entry, and perhaps a part of the total
+        self._survey_after_s = -math.inf  # no survey is asked for before, because of a lost entry
+        self._lost_lock_s = -math.inf  # when another process was last known to hold the same lock
         self._is_asked = asyncio.Event()
         self._is_sweep_asked = asyncio.Event()
-        self._is_answered = asyncio.Event()
+        self._is_answered = asyncio.Event()  # set, and then replaced, after each use of the ledger
         self._log_limit = LogLimit()
         self.failure_texts = FailureTexts()
         self._tasks: list[asyncio.Task[None]] = []
@@ -167,7 +167,7 @@ class GrantClient:
         self._is_asked.set()
 
     def settle(self, taken_bytes: int, used_bytes: int) -> None:
-        """End a store that reserved `taken_bytes` and filled `used_bytes`: more, if the allocation unit has grown."""
+        """End a store that reserved `taken_bytes` and filled `used_bytes`, which may be more."""
         self._in_flight_bytes -= taken_bytes
         self._free_bytes += taken_bytes - used_bytes
 
@@ -220,7 +220,7 @@ class GrantClient:
 
     async def _renew(self) -> None:
         is_idle = self._idle_ticks >= _IDLE_TICKS and not self._waiting
-        returned_bytes = self._free_bytes if is_idle or self._free_bytes < 0 else 0  # less than none: it owes some
+        returned_bytes = self._free_bytes if is_idle or self._free_bytes < 0 else 0  # negative: this tier owes bytes
         self._free_bytes -= returned_bytes
         free_bytes = self._free_bytes
         needs_grant = free_bytes < (self._waiting[0] if self._waiting else self.grant_bytes // 2)
@@ -287,7 +287,7 @@ class GrantClient:
 
     def _exchange(self, *, free_bytes: int, in_flight_bytes: int, returned_bytes: int, wanted_bytes: int) -> _Reply:
         """Return bytes to the ledger, renew the grants, and take another grant if the capacity has room for it."""
-        if not self.directory.is_marked():  # somebody has deleted it
+        if not self.directory.is_marked():  # a cleaner or a purge has deleted the files
             self.directory.make()
         value = self.epoch.saved_value(time.monotonic() + _EPOCH_TIMEOUT_S)
         with self._ledger.locked() as state:
@@ -296,10 +296,10 @@ class GrantClient:
             wanted_bytes = min(wanted_bytes, self.grant_bytes)
             entry = state.holders.get(self.owner)
             is_known = entry is not None and entry in self._entries
-            if entry is not None and not is_known:  # another process, which held the lock too, wrote over it
+            if entry is not None and not is_known:  # another process held the lock too, and overwrote the entry
                 self._note_lost_lock()
             self._is_survey_owed |= not is_known and self._is_registered
-            if self._is_survey_owed and time.monotonic() >= self._survey_after_s:  # not with each loss
+            if self._is_survey_owed and time.monotonic() >= self._survey_after_s:  # not after each loss
                 pause_s = max(_TICK_S, _SURVEY_PAUSES * self._sweeper.survey_s)
                 self._is_survey_owed, self._survey_after_s = False, time.monotonic() + pause_s
                 state.surveyed_s = 0.0
@@ -311,7 +311,7 @@ class GrantClient:
             state.add(granted_bytes)
             held_bytes = in_flight_bytes + granted_bytes + (free_bytes if is_known else 0)
             written = Holder(self.directory.namespace, value, held_bytes, state.now_s)
-            self._entries = [*([entry] if entry is not None and is_known else []), written]  # until it is written
+            self._entries = [*([entry] if entry is not None and is_known else []), written]  # the write may fail
             state.holders[self.owner] = written
         self._entries = [written]
         if state.total_bytes is None:  # with the ledger, other files may have been removed
@@ -321,17 +321,17 @@ class GrantClient:
         return _Reply(granted_bytes, is_known, state.total_bytes, is_short or state.is_survey_due)
 
     def _measure(self, state: LedgerState) -> None:
-        """Keep to the room of the disk. A capacity above it is never reached, and so would evict nothing."""
+        """Keep the usable bytes within the room of the disk: a sweep begins only when they are nearly used."""
         if state.total_bytes is None or time.monotonic() < self._measure_after_s:
             return
         self._measure_after_s = time.monotonic() + _MEASURE_S
-        with suppress(OSError):  # it may be gone
-            # A file system that allocates late shows only now what a block occupies. A survey counts the earlier ones.
+        with suppress(OSError):  # the block may be gone
+            # A file system that allocates late shows a block's space only now. A survey recounts earlier blocks.
             if self.newest_path and self._allocation.learn(os.lstat(self.newest_path)):
                 state.unit_bytes = self._allocation.share(state.unit_bytes)
                 state.surveyed_s = 0.0
         disk = os.statvfs(self.directory.path)
-        if not disk.f_blocks:  # a file system in user space that does not say
+        if not disk.f_blocks:  # a FUSE file system that reports no size
             return
         granted_bytes = sum(holder.granted_bytes for holder in state.holders.values())
         room_bytes = max(0, state.total_bytes - granted_bytes) + disk.f_bavail * disk.f_frsize
@@ -359,7 +359,7 @@ class GrantClient:
 
 
 def _repeated(exchange: Callable[[], _Reply]) -> _Reply:
-    """Use the ledger; begin again where another process, which held the lock too, has written it meanwhile."""
+    """Use the ledger. Begin again if another process held the lock too, and has written the ledger meanwhile."""
     for _ in range(_EXCHANGES_MAX - 1):
         try:
             return exchange()

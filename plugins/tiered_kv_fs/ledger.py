@@ -14,8 +14,11 @@ Times are the file server's, so the clocks of hosts do not matter.
 
 A ledger that is missing or damaged has no total. Then it grants nothing until the next survey.
 
-Where a lock is lost (see locks.py), the ledger is read again before it is written, and stays if others have written it.
-They may still write over it. So a holder compares its entry with its last one: if that is gone, a survey is due.
+If a lock is lost (see locks.py), the process reads the ledger again, and does not write if another process has written.
+Another process may still overwrite the ledger later. So a holder compares its entry in the ledger with the entry that
+it wrote last. If its entry is gone, a survey is due.
+
+`GrantClient`, `DirectorySweeper` and the administration call it, on any thread but the scheduler's.
 """
 
 from __future__ import annotations
@@ -45,10 +48,12 @@ Seconds = Annotated[float, Field(allow_inf_nan=False)]
 
 @dataclass(slots=True)
 class Holder:
+    """An entry of the ledger: the grant of one opening of the tier."""
+
     namespace: str
     epoch: str
     granted_bytes: Bytes  # not stored yet, or being stored
-    seen_s: Seconds  # when it last renewed its grant
+    seen_s: Seconds  # the file server's time when the holder last renewed its grant
 
 
 @dataclass(slots=True)
@@ -60,8 +65,8 @@ class LedgerState:
     """Granted bytes when the last survey began, plus bytes granted since, less bytes returned since. A survey adds this
     to its count."""
     survey: str = ""  # random name of the running or last survey
-    surveyed_s: Seconds = 0.0  # when the last survey ended; 0 if one is due
-    unit_bytes: Bytes = 0  # what the file system allocates at once, as far as known; see allocation.py
+    surveyed_s: Seconds = 0.0  # the file server's time when the last survey ended; 0 if one is due
+    unit_bytes: Bytes = 0  # the file system's allocation unit, as far as known; see allocation.py
     holders: dict[str, Holder] = field(default_factory=dict)  # by their random names
     now_s: float = 0.0  # the file server's time when the lock was taken; not stored
 
@@ -71,7 +76,7 @@ class LedgerState:
         self.take_off(-size_bytes)
 
     def take_off(self, size_bytes: int) -> None:
-        """Subtract from the total. For removed files, the caller holds the sweep lock."""
+        """Subtract bytes from the total. If they are of removed files, the caller holds the sweep lock."""
         if self.total_bytes is not None:
             self.total_bytes = max(0, self.total_bytes - size_bytes)
 
@@ -91,7 +96,7 @@ class LedgerState:
 class DirectoryLedger:
     """A directory's ledger, a file that is replaced as a whole. Any thread but the scheduler's may call.
 
-    `on_lost_lock` is called, on the thread of the call, whenever others are known to have held the lock too.
+    `on_lost_lock` is called, on the thread of the call, when another process is known to have held the lock too.
     """
 
     def __init__(self, directory: str, on_lost_lock: Callable[[], None] = lambda: None) -> None:

@@ -3,10 +3,10 @@
 The ledger, the sweep and a purge take them, on any thread that may wait for the file system. The kernel releases the
 lock of a process that ends.
 
-A lock may be lost while it is held, or never have excluded others. An NFS 4 server knows a client by its host's name.
-It takes two hosts of one name for one that was restarted, and ends the locks of the first when the second one comes:
-both take the lock, and writes by the descriptor of either fail with EIO (Linux 6.12, NFS 4.2). So `Lock.mark` writes a
-random mark into the file, and `Lock.is_lost` reads it back and writes it again.
+A process may lose a lock that it holds, or the lock may never have excluded others. An NFS 4 server knows a client by
+its host's name. It takes two hosts of one name for one restarted host, and ends the first host's locks when the second
+host connects. Then both hosts take the lock, and writes by either descriptor fail with EIO (Linux 6.12, NFS 4.2). So
+`Lock.mark` writes a random mark into the file, and `Lock.is_lost` reads it back and writes it again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tiered_kv.toolkit.small_files import has_name, opened
 from tiered_kv_fs.full_disk import with_room
 
 _LOST: Final = frozenset({errno.EIO, errno.ESTALE, errno.EBADF})
-"""What calls on a lock's descriptor fail with once its lock, or its open file, is lost on the server."""
-_LOST_TRIES: Final = 10  # how often the file is opened anew after that
-_LOST_PAUSE_S: Final = 0.2  # at most, before each of them: two hosts that lose a lock to each other must not keep step
+"""Errors of calls on a lock's descriptor, once the server has lost the lock or the open file."""
+_LOST_TRIES: Final = 10  # how often the file is opened anew after such an error
+_LOST_PAUSE_S: Final = 0.2  # the longest pause before each try; random, as two hosts may take the lock from each other
 _SMB: Final = frozenset({"cifs", "smb3"})
 _POLL_S: Final = 0.01
 _POLL_S_MAX: Final = 0.1
-"""A waiter asks again after these, or after a quarter of the time that it has waited. It leaves the file open: on SMB,
-each opening takes from the holder what its host keeps of the file in memory, and slows every call of it."""
+"""The longest pause of a waiter. A pause is a quarter of the time waited so far, at least `_POLL_S`. The waiter keeps
+the file open: on SMB, each opening empties the holder's cache of the file, and slows all calls of the holder."""
 _MARK_BYTES: Final = 16
 
 
@@ -46,11 +46,11 @@ class LostLockError(OSError):
 
 
 class Lock:
-    """A lock that this process has taken. Its thread calls."""
+    """A lock that this process has taken. Only the thread that took it calls."""
 
     def __init__(self, fd: int, now_s: float) -> None:
         self.now_s = now_s
-        """The file server's time when it was taken."""
+        """The file server's time when the lock was taken, in seconds."""
         self._fd = fd
         self._mark = b""
         self._is_lost = False
@@ -58,7 +58,7 @@ class Lock:
     def mark(self) -> None:
         """Write a random mark into the file, unless the disk is full or the mount writes front to back only.
 
-        Not on SMB, where locks exclude by themselves: it writes later, and then another host's lock forbids it.
+        On SMB there is no mark: its locks exclude others. A mark would be written late, against another host's lock.
         """
         if _kind(self._fd) in _SMB:
             return
@@ -76,7 +76,7 @@ class Lock:
             if os.pread(self._fd, _MARK_BYTES, 0) != self._mark:
                 return True
             os.pwrite(self._fd, self._mark, 0)
-            if _kind(self._fd).startswith("nfs"):  # which writes later, and reads what it has in memory
+            if _kind(self._fd).startswith("nfs"):  # NFS writes late, and reads from its cache
                 os.fsync(self._fd)
         except OSError as error:
             return error.errno in _LOST
@@ -135,7 +135,7 @@ def _taken(path: str, deadline: float, held: ExitStack) -> Lock | None:
 def _release(held: ExitStack) -> None:
     try:
         held.close()
-    except OSError as error:  # what was written to the file is a mark only
+    except OSError as error:  # the file holds nothing but the mark
         if error.errno not in _LOST:
             raise
 

@@ -1,6 +1,6 @@
 """The metrics of the fs tier.
 
-Its files, grants and sweeps count them, on the tier's threads. `FsTier.stats` adds the gauges.
+`BlockFiles`, `GrantClient` and `DirectorySweeper` count them, on any thread of the tier. `FsTier.stats` adds gauges.
 """
 
 from __future__ import annotations

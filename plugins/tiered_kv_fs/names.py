@@ -39,7 +39,7 @@ TEMPORARY_PATH: Final = re.compile(f"{_SHARD}/{TEMPORARY_BLOCK.pattern}")
 NAMESPACE_PATH: Final = re.compile(
     rf"namespace\.json|epoch|{TEMPORARY.pattern}|{EPOCH.pattern}|{_SHARD}|{BLOCK_PATH.pattern}|{TEMPORARY_PATH.pattern}"
 )
-"""Every path that the tier makes there."""
+"""Every path that the tier makes in a namespace's directory."""
 
 _numbers = itertools.count()
 
@@ -47,13 +47,13 @@ _numbers = itertools.count()
 def block_path(key: OffloadKey, namespace_digest: bytes) -> str:
     """Return a block's path in its epoch's directory.
 
-    BLAKE2b, while the record inside has an XXH3 of the same key: keys that collide in one do not collide in both.
+    The name is a BLAKE2b of the key, and the record has an XXH3 of it. No two keys collide in both hashes.
     """
     name = hashlib.blake2b(key, digest_size=16, key=namespace_digest).hexdigest()
     return f"{name[:2]}/{name}"
 
 
 def temporary_path(path: str, owner: str) -> str:
-    """Return a path where `owner` writes a block first; another one with each call."""
+    """Return the path of a temporary file, in which `owner` writes a block first. Each call returns another path."""
     shard, _, name = path.rpartition("/")
     return f"{shard}/.{name}.{owner}.{next(_numbers):x}.tmp"

@@ -1,6 +1,6 @@
-"""The needs of the tier that a mount does not meet, found by trying once, at the opening.
+"""The probe of a mount: tries, once at the opening, which needs of the tier the mount does not meet.
 
-The directory calls it on the opening's thread: some twenty calls on two empty files, which it removes again.
+`Directory` calls it on the thread that opens the tier. It makes some twenty calls on two empty files, and removes them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tiered_kv_fs.locks import try_lock
 @dataclass(frozen=True, slots=True)
 class Found:
     shortcomings: tuple[str, ...] = ()
-    """Sentences for people: what does not hold here, and the way out."""
-    has_links: bool = True
+    """Sentences for people: each names a need that the mount does not meet, and the remedy."""
+    has_links: bool = True  # whether the mount has hard links
 
 
 def probe(directory_fd: int, root: str) -> Found:
     """Try locks, a rename and a link in the directory `root`; on a full or read-only disk only look at the mount.
 
-    An error that the tier's own calls will meet, too, is left to them.
+    The probe ignores an error that the tier's own calls will meet too.
     """
     mount = mount_of(directory_fd)
     said = [mount.lock_problem] if mount is not None and mount.lock_problem else []
@@ -39,7 +39,7 @@ def probe(directory_fd: int, root: str) -> Found:
         second = undo.enter_context(opened(names[0], os.O_RDWR))
         with opened(names[1], os.O_RDWR | os.O_CREAT | os.O_EXCL):
             pass
-        with suppress(OSError):  # it has no locks: the ledger's opening says so
+        with suppress(OSError):  # the mount has no locks: opening the ledger reports that
             if try_lock(first) and try_lock(second):
                 said.append(
                     "flock(2) does not exclude here: two descriptors hold one lock, so the capacity may be exceeded; "

@@ -1,7 +1,7 @@
 """The sweep: it counts the directory (a survey), and removes the least recently used files.
 
-`GrantClient` starts it on a thread of the tier. One process at a time sweeps, by a lock. A sweep deletes only files of
-the tier's names, and never more than the room that it needs.
+`GrantClient` starts it on a thread of the tier; a store's worker calls `give_way`. The lock `sweep` lets one process
+sweep at a time. A sweep deletes only files with the tier's names, and no more than the room takes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ class Sweep(Enum):
 
 @dataclass(slots=True)
 class _Count:
+    """What a survey has found; its thread owns it."""
+
     used_bytes: int = 0
-    unit_bytes: int = UNIT_BYTES_MIN  # in which all blocks take what they occupy
+    unit_bytes: int = UNIT_BYTES_MIN  # the least allocation unit that covers the space of every block
     oldest: list[tuple[int, str, int]] = field(default_factory=list)
     """The oldest blocks, a heap with the newest first: negated time of last use, path, size."""
     temporaries: list[tuple[str, str | None, os.stat_result]] = field(default_factory=list)
@@ -63,7 +65,7 @@ class _Count:
 
 @dataclass(eq=False)
 class DirectorySweeper:
-    """Makes room in a directory, which may occupy `capacity_bytes`. One thread at a time, but for `give_way`."""
+    """Makes room in a directory, which may occupy `capacity_bytes`. One thread at a time calls, except `give_way`."""
 
     directory: Directory
     ledger: DirectoryLedger
@@ -75,7 +77,7 @@ class DirectorySweeper:
     def __post_init__(self) -> None:
         self._root = self.directory.path
         self._candidates: deque[tuple[int, str, int]] = deque()  # as in `_Count.oldest`, the oldest first
-        self._candidates_until_s = 0.0
+        self._candidates_until_s = 0.0  # when they are too old, by `time.monotonic`
         self._spared: list[tuple[int, str, int]] = []  # candidates that were used since they were listed
         self.survey_s = 0.0
         """How long the last survey took. Any thread may read it."""
@@ -98,7 +100,7 @@ class DirectorySweeper:
                 return Sweep.BUSY
             has_surveyed, spares_used = False, True
             missing_bytes = self._missing_bytes(wanted_bytes)
-            if time.monotonic() >= self._candidates_until_s:  # most of them may be gone
+            if time.monotonic() >= self._candidates_until_s:  # the candidates are old, and may be gone
                 self._candidates.clear()
             while missing_bytes is None or missing_bytes > 0:
                 if self._is_stopped.is_set():
@@ -123,9 +125,9 @@ class DirectorySweeper:
             return Sweep.DONE
 
     def give_way(self, wanted_bytes: int, wanted_files: int, attempt: int) -> bool:
-        """Delete old blocks for a store on a full disk; return whether it may be tried again. Several threads at once.
+        """Delete old blocks for a store on a full disk; return whether to try again. Several threads may call.
 
-        While others sweep, the ledger's total stays as it is, which is too much, until the next survey.
+        While another process sweeps, the ledger's total is not lowered, and is too large until the next survey.
         """
         if not self._giving_way.acquire(timeout=_GIVING_WAY_TIMEOUT_S):
             return False
@@ -155,9 +157,9 @@ class DirectorySweeper:
     def _survey(self) -> bool:
         """Count the directory and correct the ledger; return False if the tier is closing or another survey has begun.
 
-        Writes during the count use pending grants. So the count plus those grants is at least the bytes that exist,
-        or may be written, at the end. If the ledger was lost meanwhile, it does not know this survey,
-        and the next one finds the total. Where locks do not exclude others, two surveys may run.
+        Stores during the count fill pending grants. So the count plus these grants covers all bytes that exist at the
+        end, or that may still be written. If the ledger was lost meanwhile, it has no name of this survey, and the next
+        survey finds the total. Where locks do not exclude other processes, two surveys may run at once.
         """
         begin_s, word = time.monotonic(), secrets.token_hex(8)
         unit_bytes = self.directory.allocation.unit_bytes
@@ -178,7 +180,7 @@ class DirectorySweeper:
                 return False
             state.total_bytes = found.used_bytes + state.pending_bytes
             state.surveyed_s = state.now_s
-            if found.oldest:  # else nothing is known of blocks
+            if found.oldest:  # without a block the unit is not known
                 state.unit_bytes = found.unit_bytes
         self._candidates = deque(sorted(found.oldest, reverse=True))
         self._candidates_until_s = time.monotonic() + SURVEY_INTERVAL_S
@@ -212,7 +214,7 @@ class DirectorySweeper:
         return found
 
     def _evict(self, wanted_bytes: int, spares_used: bool) -> None:
-        """Remove some of the oldest files; `spares_used`: except files that were used after the listing."""
+        """Remove some of the oldest files. With `spares_used`, keep files that were used after the listing."""
         removed_bytes = removed_files = 0
         try:
             for _ in range(_EVICTED_AT_ONCE):
@@ -232,7 +234,7 @@ class DirectorySweeper:
                 state.take_off(removed_bytes)
 
     def _remove_empty(self, epochs: Iterable[str]) -> None:
-        """Remove empty directories of epochs. A process that has just joined one makes them again."""
+        """Remove empty directories of epochs. A process that has just joined an epoch makes its directories again."""
         for epoch in epochs:
             path = f"{self._root}/{epoch}"
             with suppress(OSError):  # not empty, or gone
@@ -242,7 +244,7 @@ class DirectorySweeper:
 
 
 class FsKeys(KeyStore):
-    """A directory without bytes, for `tiered-kv simulate`. Files take whole blocks of the file system."""
+    """A directory without bytes, for `tiered-kv simulate`. A file takes whole allocation units of 4 KiB."""
 
     load_steps = 4
 

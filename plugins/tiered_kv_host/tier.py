@@ -1,7 +1,7 @@
 """The secondary tier over a host's server: it copies blocks to and from the server's rows, which it has mapped.
 
-A `GuardedTier` calls it on the scheduler's thread. While the server is away every lookup is a miss, and every job
-fails. A row is read only while the server leases it.
+A `GuardedTier` calls it on the scheduler's thread, and the toolkit's workers copy blocks. While the server is away,
+every lookup is a miss, and every job fails. A row is read only while the server leases it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tiered_kv_host.settings import HostTierSettings
 
 _THREADS: Final = 3
 _PART_BYTES: Final = 16 << 20
-_PART_BLOCKS_MAX: Final = 256  # a part leases, or writes, so many of the server's rows at a time
+_PART_BLOCKS_MAX: Final = 256  # a part leases, or writes, at most so many of the server's rows at a time
 _LEASE_SHARE: Final = 8
-"""A part leases one row in so many at most: those of three parts stay below what a server lets one session lease."""
+"""A part leases at most the rows divided by this. The leases of three parts stay below the limit of a session."""
 _VECTORS_MAX: Final = 1024  # IOV_MAX of Linux
 _TOUCH_S: Final = 2.0  # how often the server learns that a block is used in this process's memory
 _TOUCH_TIMEOUT_S: Final = 0.5
@@ -73,9 +73,9 @@ class HostTier(BlockingTier):
             lookup_thread=True,
         )
         self._socket = settings.socket
-        self._region: PrimaryRegion | None = None  # the server's rows; of the last server, while there is none
-        self._lock = threading.Lock()  # guards the manager and the region; held for no copy
-        self._numbers = itertools.count()
+        self._region: PrimaryRegion | None = None  # the server's rows; of the last server, while none answers
+        self._lock = threading.Lock()  # guards the manager and the region; no thread holds it while it copies
+        self._numbers = itertools.count()  # of requests at the server
         name = f"{self.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         attachment = Attachment(settings.socket, Hello(name, "scheduler", settings=_told(self.tier_spec)))
         attachment.connect()
@@ -136,7 +136,7 @@ class HostTier(BlockingTier):
         if not self._manager.is_attached:
             return Outcome(loaded, _AWAY)
         found_keys = set(loaded)
-        # The server also says of a block that it is missing if it has no room for a lease or for a promotion.
+        # The server also answers that a block is missing if it has no room for a lease or for a promotion.
         is_there = any(self.contains_blocks([key for key in keys if key not in found_keys]))
         return Outcome(loaded, Reason.NO_SPACE if is_there else Reason.ABSENT)
 
@@ -153,9 +153,9 @@ class HostTier(BlockingTier):
                 self._manager.await_message(AWAIT_S)
 
     def _note_uses(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
-        """Tell the server of uses, which count in its memory and in its tiers; return blocks that it has nowhere.
+        """Report uses to the server, which counts them in its memory and its tiers; return the blocks that it lacks.
 
-        One that was started anew has lost its memory, and its engines would compute blocks that this process keeps.
+        A restarted server has lost its memory. Its engines would compute blocks that this process still has.
         """
         link = self._manager.link
         if link is None:
@@ -163,7 +163,7 @@ class HostTier(BlockingTier):
         with self._request() as context, self._lock:
             self._manager.ask_known(lambda: names_of(keys), context)
         answers = self.contains_blocks(keys)
-        is_same = self._manager.link is link  # else it was away, and has not answered
+        is_same = self._manager.link is link  # else the server was away, and did not answer
         return [key for key, is_there in zip(keys, answers, strict=True) if not is_there] if is_same else ()
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class HostTier(BlockingTier):
             described["warning"] = f"no server answers at {self._socket}: {START_A_SERVER}"
         return described
 
-    # Both.
+    # Both kinds of threads.
 
     def _copy_to(
         self,
@@ -208,7 +208,7 @@ class HostTier(BlockingTier):
         sources: Mapping[OffloadKey, memoryview],
         context: ReqContext,
     ) -> None:
-        """End a store that was prepared."""
+        """Copy blocks into the rows of a prepared store, and end the store."""
         is_copied = False
         try:
             copy_blocks(self._rows, rows, [sources[name] for name in names], to_rows=True)
@@ -221,7 +221,7 @@ class HostTier(BlockingTier):
     def _copy_from(
         self, names: Sequence[OffloadKey], rows: Sequence[int], targets: Sequence[memoryview], context: ReqContext
     ) -> None:
-        """End a load that was prepared."""
+        """Copy blocks from the rows of a prepared load, and end the load."""
         try:
             copy_blocks(self._rows, rows, targets, to_rows=False)
         finally:
@@ -231,13 +231,13 @@ class HostTier(BlockingTier):
 
     @property
     def _rows(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The server's rows. They stay mapped while a copy is prepared and has not ended."""
+        """The server's rows. They stay mapped from the preparation of a copy to its end."""
         assert self._region is not None, "rows come with a connection"
         return self._region.array
 
     @contextmanager
     def _request(self, epoch: int | None = None) -> Iterator[ReqContext]:
-        """Make one request of the server for a call of `epoch`, by default the current one."""
+        """Open a request at the server, and end it with the block. It is of `epoch`, by default the current one."""
         context = ReqContext(f"{self.name}-{next(self._numbers)}")
         with self._lock:
             self._manager.poll()
@@ -256,7 +256,7 @@ class HostTier(BlockingTier):
         return not self._is_shut_down and time.monotonic() < self.part_deadline
 
     def _attached(self, link: HostLink) -> None:
-        """Use the rows of a new server, under the lock; no copy runs."""
+        """Locked. Use the rows of a new server. No copy runs now."""
         self._region = link.region
 
 
@@ -266,8 +266,8 @@ def copy_blocks(
     """Copy blocks to rows of an array, or from them, by process_vm_readv(2) within this process.
 
     Python would copy one block after another, and wait for the interpreter's lock after each: up to 5 ms beside an
-    engine that computes. One call copies up to 1,024, and other threads run meanwhile. Its remote side are the blocks:
-    their memory has huge pages, which the kernel finds faster.
+    engine that computes. One call copies up to 1,024 blocks, and other threads run meanwhile. The call's remote side is
+    the blocks' memory: it has huge pages, which the kernel finds faster.
     """
     views = [np.frombuffer(block, np.uint8) for block in blocks]
     assert all(len(view) == array.shape[1] for view in views), "the server has rows of another size"
@@ -288,11 +288,11 @@ def copy_blocks(
 
 
 def _told(spec: TierSpec) -> dict[str, Any]:  # Any: JSON
-    """Return the namespace and block of a spec, as in a stack's file."""
+    """Return a spec's namespace and size of a block, in the form of a stack's configuration file."""
     described = spec.namespace
     namespace = described.get("namespace")
     if isinstance(namespace, Mapping) and "block" in described:
-        # They leave out how the model is split where no byte depends on it.
+        # These fields leave out how the model is split, where no byte depends on the split.
         return {"namespace": {"parallel": {"same_bytes_on_every_rank": True}, **namespace}, "block": described["block"]}
     extra = {"namespace": spec.namespace_digest.hex()}
     return {"namespace": {"model": "unknown", "extra": extra}, "block": {"bytes": spec.block_bytes}}

@@ -1,4 +1,8 @@
-"""Our tiers as an L2 adapter of LMCache's server, and its keys as ours."""
+"""Our tiers as an L2 adapter of LMCache's server, and the translation of its keys to our keys.
+
+LMCache's controllers call the adapter from two threads, and tasks end on the tiers' threads. `_lock` guards results and
+sets. Every task ends, and only when no tier uses its objects any more.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +41,10 @@ class _Kind(Enum):
 
 
 class _Work:
-    """A task of LMCache, split into parts for sets of tiers. Any thread.
+    """A task of LMCache, split into parts for sets of tiers. Any thread may call.
 
-    `finish` is called with an answer for each of `size` keys when the last part has ended; at once if there is none.
+    When the last part has ended, `finish` is called with an answer for each of `size` keys. Without parts it is called
+    at once.
     """
 
     def __init__(self, size: int, parts: int, finish: Callable[[list[bool]], None]) -> None:
@@ -87,11 +92,11 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
             tier_type_of(tier).load()  # now, so that a missing library is an error at the start
         self._l1 = l1_memory_desc
         self._notifiers = {kind: create_event_notifier() for kind in _Kind}
-        self._numbers = itertools.count()
+        self._numbers = itertools.count()  # of tasks
         self._places = Places(self._settings)
         self._lock = threading.Lock()  # guards the fields below; held for dictionary operations only
-        self._results: dict[_Kind, dict[int, Any]] = {kind: {} for kind in _Kind}
-        self._sets: dict[tuple[object, ...], TierSet] = {}
+        self._results: dict[_Kind, dict[int, Any]] = {kind: {} for kind in _Kind}  # by number of the task
+        self._sets: dict[tuple[object, ...], TierSet] = {}  # by model and layout
         self._is_closed = False
         self._was_asked_to_delete = False
 
@@ -192,7 +197,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         return  # nothing is locked
 
     def _sets_of(self, model: str, layout: MemoryLayoutDesc | None) -> list[TierSet]:
-        """Return the sets that may have an object: that of its layout, or all of its model if that is unknown."""
+        """Return the sets that may have an object: the set of its `layout`, or all sets of its model if it has none."""
         if layout is not None and layout.shapes:
             sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)]
             align_bytes = self._l1.align_bytes
@@ -273,9 +278,9 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
 
 
 def _check_serde() -> None:
-    """Raise ConfigError if LMCache will wrap the adapter that it makes now into a serde.
+    """Raise ConfigError if LMCache will wrap the new adapter into a serde.
 
-    LMCache hands an adapter its parameters only. The whole configuration is where it makes the adapter.
+    LMCache hands an adapter its parameters only. The whole configuration is a variable of the function that makes it.
     """
     frame = sys._getframe()
     while frame.f_code.co_name != "_create_plugin_adapter":
@@ -300,7 +305,7 @@ def _begin(
     names: list[OffloadKey],
     offsets: list[int] | None = None,
 ) -> None:
-    """Let the tiers do a part of a task, which fails if they are None or refuse it. A lookup has no `offsets`."""
+    """Start a part of a task. It fails if `tiers` is None, or if the tiers refuse it. A lookup has no `offsets`."""
     end = partial(work.end_part, places)
     if tiers is not None:
         arguments = [names] if offsets is None else [names, offsets]
@@ -329,7 +334,7 @@ def _bitmap(answers: Sequence[bool]) -> Bitmap:
 
 
 def _clear_padding(each: MemoryObj) -> None:
-    """Zero the rest of an object's part of L1, which may have another object's bytes."""
+    """Zero the bytes between an object and the end of its place in L1: they may be another object's bytes."""
     used = each.get_size()
     padding = each.get_physical_size() - used
     if padding > 0:

@@ -1,4 +1,8 @@
-"""LMCache's `adapter_params`; and the tiers of one model and layout of its blocks, opened when they may be of use."""
+"""LMCache's `adapter_params`; and the tiers of one model and layout of blocks, opened when they may have blocks.
+
+The adapter calls `TierSet.use` on LMCache's threads. A thread of the set opens its tiers. The tiers' threads call back.
+`TierSet._lock` guards a set's fields, and no thread holds it across I/O or a callback.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +42,8 @@ LOCATION = "adapter_params"
 
 QUEUE_S_MAX = 60.0
 JOB_TIMEOUT_S_MAX = 120.0
-"""LMCache reuses an object's memory when the object's lock is 300 s old (a store) or 600 s (a load), in use or not. So
-an object waits at most `QUEUE_S_MAX` for a tier, and a tier begins no work on it after its `job_timeout`."""
+"""LMCache reuses an object's memory when the object's lock is 300 s old (a store) or 600 s (a load), even while a
+tier uses it. So an object waits at most `QUEUE_S_MAX` for a tier, and no tier begins work on it after `job_timeout`."""
 
 
 class AdapterNamespace(UserNamespace):
@@ -88,14 +92,14 @@ def read_settings(params: Mapping[str, object], environ: Mapping[str, str] = os.
 
 
 RETRY_S = 10.0
-"""Pause before tiers are opened again that could not be opened, or can have no block."""
+"""The pause before tiers are opened again, if they could not be opened or can have no block."""
 OPEN_S_MAX = 10.0
-"""How long tasks wait for the tiers to open; they hold objects of L1 meanwhile, or a request waits for them."""
+"""How long tasks wait for the tiers to open. Meanwhile a task holds objects of L1, or a request waits for it."""
 CLOSE_TIMEOUT_S = 30.0
 SHARED_SETS_MAX = 16
-"""Open sets at least, if all tiers share their storage: no capacity is divided, so this limits threads only."""
+"""The least limit of open sets if all tiers share their storage. No capacity is divided: it limits threads only."""
 KNOWN_MAX = 1 << 20
-"""Stored blocks of a set that LMCache counts, in some 200 MiB. Most tiers do not report which blocks they remove."""
+"""The most stored blocks of a set that LMCache counts, in some 200 MiB. Most tiers report no removed blocks."""
 _DIGEST_CHARACTERS = 12
 _DIRECTORY = re.compile(rf"[0-9a-f]{{{_DIGEST_CHARACTERS}}}")
 
@@ -104,18 +108,18 @@ Task = Callable[[DirectTiers | None], None]
 
 
 class Places:
-    """Limits the open sets: to `sets`, or to `SHARED_SETS_MAX` and more if no capacity is divided. Any thread."""
+    """Limits the open sets: to `sets`. If no capacity is divided, at least `SHARED_SETS_MAX` may be open."""
 
     def __init__(self, settings: AdapterSettings) -> None:
-        self.opening = threading.Lock()  # held while a set opens, so that no two take the last room in a directory
+        self.opening = threading.Lock()  # held while a set opens: two sets must not take the last room in a directory
         divides = any(not tier_type_of(tier).is_shared for tier in settings.tiers)
         self.count = settings.sets if divides else max(settings.sets, SHARED_SETS_MAX)
         self.free = self.count
-        """The thread that opens changes it."""
+        """How many more sets may open. Only the holder of `opening` changes it."""
 
 
 class TierSet:
-    """The tiers of a layout, and the blocks in them that LMCache counts. Any thread.
+    """The tiers of a layout, and the blocks in them that LMCache counts. Any thread may call.
 
     A store opens the tiers. A lookup or a load opens them only if they may have blocks: in shared storage, or in a
     directory of this layout.
@@ -148,16 +152,16 @@ class TierSet:
         self._tiers: DirectTiers | None = None
         self._lock = threading.Lock()  # never held across I/O or a callback
         self._known: OrderedDict[OffloadKey, bool] = OrderedDict()  # all True, in the order of use
-        self._waiting: list[Task] = []
-        self._opener: threading.Thread | None = None
+        self._waiting: list[Task] = []  # tasks until the tiers are open
+        self._opener: threading.Thread | None = None  # the thread that opens the tiers now
         self._is_closed = False
         self._stores = False  # a store has been submitted
-        self._retry_at_s = 0.0
+        self._retry_at_s = 0.0  # no task opens the tiers before, by `time.monotonic`
         self._error = ""
 
     def use(self, task: Task, *, stores: bool) -> None:
         """Call `task` with the tiers: at once, or when they have been opened."""
-        is_new = False  # an error to log
+        is_new = False  # whether there is a new error to log
         with self._lock:
             if stores and not self._stores:
                 self._stores = True
@@ -226,7 +230,7 @@ class TierSet:
         return tiers
 
     def _stop_waiting(self) -> None:
-        """End the tasks that wait for tiers that take too long to open. Later tasks use them when they are open."""
+        """End the tasks that wait, as the tiers take too long to open. Later tasks use the tiers once they are open."""
         with self._lock:
             if self._opener is None:
                 return

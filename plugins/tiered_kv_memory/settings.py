@@ -1,4 +1,4 @@
-"""The YAML entry of a memory tier."""
+"""The YAML entry of a memory tier. The thread that opens a stack reads it."""
 
 from __future__ import annotations
 

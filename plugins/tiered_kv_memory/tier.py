@@ -1,7 +1,7 @@
-"""A secondary tier in a dictionary. It uses everything that the contract offers.
+"""A secondary tier that keeps records in a dictionary. It uses every method of the contract.
 
-A `GuardedTier` calls it on the scheduler's thread; the toolkit's workers copy blocks. A lock guards the dictionary; a
-worker holds it for a few operations. The blocks end with the process.
+A `GuardedTier` calls it on the scheduler's thread, and the toolkit's workers copy blocks. A lock guards the dictionary.
+A worker holds the lock for a few operations, and never while it copies. The blocks end with the process.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ _Pair = tuple[OffloadKey, memoryview]
 _THREADS: Final = 4
 _ABSENT_MAX: Final = 4096
 _SWEEP_RECORDS: Final = 64
-"""Records from before a reset that a run of blocks releases."""
+"""How many records from before a reset are released before each run of blocks."""
 _RUN_BLOCKS_MAX: Final = 8
-"""Blocks that a thread transfers between two times that it holds the lock. If it takes the lock for each block of 64
-KiB, the threads wait for each other, and beside a scheduler's steps they move half as many blocks."""
+"""Blocks of a run: a thread takes the lock before a run and after it. With one block of 64 KiB a run, the threads wait
+for each other, and beside a scheduler's steps they move half as many blocks."""
 
 
 @dataclass(slots=True, eq=False)
 class _Record:
+    """A stored block. The lock guards its fields."""
+
     data: bytearray
     readers: int = 0  # loads in flight
-    is_read: bool = False
-    is_removed: bool = False
+    is_read: bool = False  # whether it was ever loaded
+    is_removed: bool = False  # no lookup finds it; its memory counts until the last load ends
 
 
 class MemoryTier(BlockingTier):
@@ -67,11 +69,11 @@ class MemoryTier(BlockingTier):
         # `_records_lock`, as do the attributes below.
         self._records: OrderedDict[OffloadKey, _Record] = OrderedDict()
         self._records_lock = threading.Lock()
-        # Records, removed records that are still being read, records from before a reset, and stores in flight.
+        # Bytes of records, removed records that loads still read, records from before a reset, and stores in flight.
         self._used_bytes = 0
         self._remains: deque[OrderedDict[OffloadKey, _Record]] = deque()  # from before resets; no lookup finds them
         self._counters = Counters(METRICS)
-        self._absent: deque[OffloadKey] = deque(maxlen=_ABSENT_MAX)  # touched; the scheduler's
+        self._absent: deque[OffloadKey] = deque(maxlen=_ABSENT_MAX)  # touched, but missing; the scheduler's
         self._events = EventLog(self.tier_spec.wants_events)
 
     # Worker threads.
@@ -98,7 +100,7 @@ class MemoryTier(BlockingTier):
         return key in self._records
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        # The use is now, however late a worker reads the records.
+        # The blocks count as used now, also if a worker reads them much later.
         self._use(job_metadata.keys)
         super().submit_load(job_metadata)
 
@@ -111,7 +113,7 @@ class MemoryTier(BlockingTier):
         return absent
 
     def _use(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Move blocks to the end of the order of use, the first one last; return the missing ones."""
+        """Make blocks the most recently used ones, the first of `keys` last; return the missing ones."""
         absent = []
         move_to_end = self._records.move_to_end
         for key in reversed(list(keys)):
