@@ -280,7 +280,9 @@ def test_what_every_request_uses_outlives_what_none_uses_again(tier_type: str, t
         "namespace": {"model": "m"},
         "block": {"bytes": BYTES},
         "primary": {"capacity": 64 * BYTES},
-        "secondary": [{"type": tier_type, "capacity": "4MiB", "job_timeout": TIME_S, **place}],
+        "secondary": [
+            {"type": tier_type, "capacity": "4MiB", "job_timeout": TIME_S, "lookup_timeout": TIME_S, **place}
+        ],
     }
     hot, blocks = make_keys(8, "hot"), np.zeros((32, BYTES), np.uint8)
     with open_stack(config) as stack:
