@@ -6,16 +6,17 @@
         stack.put(keys, blocks)
         found = stack.get(keys)
 
-`tiered_kv.toolkit` has what the author of a tier needs, and `tiered_kv.base` the interface of an engine.
+`tiered_kv.toolkit` has the tools for the author of a tier, and `tiered_kv.base` has the interface for an engine.
 
-Names are imported when they are first used, so that importing the package costs next to nothing.
+What must stay true: importing this package takes little time. So each name is imported when it is first used, on the
+thread that uses it.
 """
 
 from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # as `typing` has it, which takes longer to import than all the rest; type checkers know the name
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all the rest; type checkers know the name
 if TYPE_CHECKING:
     from tiered_kv.base import make_offload_key
     from tiered_kv.config.namespace import Namespace

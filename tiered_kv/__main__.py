@@ -1,4 +1,7 @@
-"""The program `tiered-kv`, also as `python -m tiered_kv`: the command, which Ctrl-C ends without a traceback."""
+"""The program `tiered-kv`, also as `python -m tiered_kv`. It runs the command on the main thread.
+
+What must stay true: Ctrl-C ends it without a traceback.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import _thread
 import signal
 import sys
 
-TYPE_CHECKING = False  # as `typing` has it, which takes longer to import than the rest of this
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than the rest of this module
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -15,7 +18,7 @@ def main() -> int:
     """Run the command as the whole program, and return its exit status."""
     sys.excepthook, sys.unraisablehook = _on_exception, _on_unraisable
     try:
-        # Ctrl-C waits for the end of an import: Python and Rust turn it into other errors in the middle of a class.
+        # Ctrl-C waits for the end of the import: in the middle of a class, Python and Rust turn it into other errors.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         from tiered_kv.cli.main import main as command
 
@@ -32,7 +35,7 @@ def _on_exception(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def _on_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """Pass on a Ctrl-C that came in a destructor, where Python would print and forget it."""
+    """Interrupt the main thread again after a Ctrl-C in a destructor: Python itself would only print that error."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         _thread.interrupt_main()
     else:

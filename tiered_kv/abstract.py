@@ -2,7 +2,7 @@
 
 The first generation of vLLM's offloading interface (`vllm.v1.kv_offload.abstract`) has no requests, no steps and
 no groups: `lookup` takes the hashes of a prompt and answers how many of them, from the first one on, can be loaded.
-`tiered_kv.PrefixOffloadingManager` is that interface over the manager of a stack.
+`tiered_kv.PrefixOffloadingManager` implements it over the manager of a stack. One thread of an engine calls it.
 """
 
 from __future__ import annotations

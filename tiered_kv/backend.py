@@ -1,4 +1,7 @@
-"""The interface by which a manager allocates blocks in a medium."""
+"""The interface by which a manager allocates blocks in a medium. `tiered_kv.cpu.backend` implements it.
+
+The manager calls it on its own thread. What must stay true: each allocated block is freed once.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The contract between an inference engine and an offloading store.
 
-Keys, per-request contexts, transfer specs, events, and the classes an engine programs against: `OffloadingManager`
-(the scheduler's side), `OffloadingHandler` (a worker's copies) and `OffloadingSpec`, which makes both.
+It has keys, per-request contexts, transfer specs, events, and the classes that an engine calls: `OffloadingManager` (on
+the scheduler's thread), `OffloadingHandler` (on a worker's thread) and `OffloadingSpec`, which makes both.
 
-Names and signatures follow vLLM v1 (`vllm.v1.kv_offload`), so that code written for it runs here unchanged; every
-field this project adds has a default.
+What must stay true: names and signatures follow vLLM v1 (`vllm.v1.kv_offload`), so that code for vLLM runs here
+unchanged. Every field that this project adds has a default.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 
 
 group_of = itemgetter(slice(-_GROUP_BYTES, None))
-"""Returns the bytes of a key's KV cache group: hot paths need no number."""
+"""Returns the KV cache group of a key as its four bytes: hot paths need no number."""
 
 
 @dataclass
@@ -53,8 +53,8 @@ class ReqContext:
 
     Args:
         req_id: The engine's id of the request. Calls with one id share the state of a request (answers, deadlines,
-            recency). Calls without an id share an anonymous request, which is replaced every few seconds; a reset does
-            not concern it, so do not store blocks from before a reset with it.
+            recency). Calls without an id share an anonymous request, which is replaced after some time. A reset does
+            not end it, so do not use it to store blocks from before a reset.
         kv_transfer_params: Parameters of the request, passed to the tiers.
         kv_hints: A router's hints: vLLM's or SGLang's `KvHintsEnvelope`, or its JSON form.
     """
@@ -82,7 +82,7 @@ class OffloadPolicy(Enum):
     BLOCK_LEVEL = "block_level"
     """Each block once, as soon as it has been computed."""
     REQUEST_LEVEL = "request_level"
-    """All blocks of the request, also those that were offloaded before it."""
+    """All blocks of the request, also the blocks that were offloaded before this request."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
 
     Args:
         block_ids: Block numbers, kept as an int64 array of shape (n,) in `self.block_ids`. The scheduler's thread
-            passes a list: while numpy copies an array of more than 500 numbers, other threads take the interpreter.
+            passes a list: numpy would release the interpreter while it copies an array of more than 500 numbers.
     """
 
     def __init__(self, block_ids: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> None:
@@ -202,8 +202,8 @@ class OffloadingManager(ABC):
         """Allocate blocks for the keys that are not stored yet.
 
         Returns:
-            The transfer, of no block if the request began before a reset; or None, with nothing changed, if there is no
-            room for all of them.
+            The transfer; it has no block if the request began before a reset. None if there is no room for all blocks:
+            then nothing has changed.
         """
 
     @abstractmethod
@@ -324,12 +324,12 @@ class CanonicalKVCacheTensor:
 
 @dataclass(frozen=True)
 class CopyRun:
-    """Fragments of a worker's page, and where they lie in the canonical page; both at equal distances.
+    """Fragments of a worker's page, and their places in the canonical page; in either page at equal distances.
 
     Args:
-        local_offset, canonical_offset: Of the first fragment in either page.
+        local_offset, canonical_offset: Bytes before the first fragment in either page.
         fragment_size: Bytes of each fragment.
-        num_fragments: How many there are.
+        num_fragments: The number of fragments.
         local_stride, canonical_stride: Bytes from a fragment to the next in either page.
     """
 
@@ -343,14 +343,14 @@ class CopyRun:
 
 @dataclass(frozen=True)
 class CanonicalPageMapping:
-    """The place of a worker's page in the canonical page. Its bytes do not depend on the split of the model.
+    """The place of a worker's page in the canonical page, which the pages of all workers make up.
 
     Args:
         canonical_page_size_bytes: Bytes of the canonical page, of all workers together.
         local_page_size_bytes: Bytes of the worker's page, without padding.
-        runs: Where they lie; together they are the worker's whole page.
-        num_writers: Workers that have the same bytes.
-        writer_index: This one's index among them; the one with index 0 stores.
+        runs: The places of all fragments; together these are the worker's whole page.
+        num_writers: The number of workers that have the same bytes.
+        writer_index: The index of this worker among these workers; the worker with index 0 stores.
         parallelism_agnostic: Whether the canonical bytes are the same under any split of the model.
     """
 
@@ -369,7 +369,7 @@ class CanonicalKVCacheRef:
     Args:
         tensor_idx: Index into `CanonicalKVCaches.tensors`.
         page_size_bytes: Bytes of a block that the layer uses, without padding.
-        mapping: Where they lie in a canonical page; None where an offloaded page is the worker's own.
+        mapping: The place of these bytes in a canonical page; None if the worker's own page is offloaded.
     """
 
     tensor_idx: int

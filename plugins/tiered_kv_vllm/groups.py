@@ -1,8 +1,9 @@
-"""vLLM's KV cache groups: the refused ones, the audited one, and the caches of a worker.
+"""vLLM's KV cache groups: checks that refuse some, the group that is audited, and the caches of a worker.
 
-`TieredKVOffloadingSpec` calls it while it opens, in the scheduler and in each worker. A group has the layers that keep
-their states in one way: full attention, windows of one size, recurrent states. A group whose blocks could be found with
-wrong bytes is refused with a `ConfigError` before the first block.
+A group has the layers that keep their states in one way: full attention, windows of one size, or recurrent states. The
+connector, the specs and the adapter for vLLM's tiers call these functions while they open, in the scheduler and in each
+worker, on the engine's thread. Nothing here keeps a state. What must stay true: a group whose blocks could be found
+with wrong bytes is refused with a `ConfigError` before the first block.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from tiered_kv_vllm.engine import canonical_shards, current_engine, layer_specs
 _log = logging.getLogger(__name__)
 
 _OFFLOADED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
-"""Kinds, with their subclasses, for which vLLM's connector knows the needs of a request."""
+"""Kinds of layers, subclasses included, for which vLLM's connector knows which blocks a request needs."""
 
 
 def check_kinds() -> None:
-    """Raise ConfigError for layers at which vLLM's connector ends without a reason, or stores wrong blocks.
+    """Raise ConfigError for layers with which vLLM's connector would fail without a reason, or store wrong blocks.
 
-    It knows no cross attention. Blocks of R-SWA are freed while the request runs, and it takes them for full
-    attention's: a store may read bytes of the next request. vLLM leaves out by itself the layers that take no part in
-    prefix caching, and computes their states again.
+    The connector knows no cross attention. It takes layers of R-SWA for full attention, but vLLM frees their blocks
+    while the request runs. So a store could read bytes of the next request. vLLM itself leaves out the layers that take
+    no part in prefix caching, and computes their states again.
     """
     others = [
         type(each).__name__
@@ -53,10 +54,10 @@ def check_kinds() -> None:
 
 
 def check_groups(config: Any) -> None:  # Any: vLLM's OffloadingConfig
-    """Raise ConfigError for KV cache groups of which vLLM would store no blocks that can be found, or parts of chunks.
+    """Raise ConfigError for KV cache groups whose blocks vLLM would store only in part, or would not find again.
 
-    With chunks of several blocks, vLLM leaves out the blocks that a sliding window or a state no longer needs, and does
-    not say which places of a chunk the others fill.
+    In a chunk of several blocks, vLLM leaves out the blocks that a sliding window or a state no longer needs. It does
+    not say which places of the chunk the other blocks fill.
     """
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in layer_specs()):
         raise ConfigError(
@@ -78,9 +79,9 @@ def check_groups(config: Any) -> None:  # Any: vLLM's OffloadingConfig
 
 
 def _loses_windows(config: Any, kv_cache: Any) -> bool:
-    """Return whether vLLM looks for windows one block before the stored ones.
+    """Return whether vLLM looks for each window one block before the window that it has stored.
 
-    By default it stores the window before a prompt's end alone; beside a draft it leaves out the last block found.
+    By default vLLM stores only the window before a prompt's end. With a draft model it drops the last block found.
     """
     is_sparse = config is not None and config.cache_config.prefix_cache_retention_interval == 0
     has_window = any(getattr(spec, "sliding_window", None) for spec in layer_specs())
@@ -88,7 +89,7 @@ def _loses_windows(config: Any, kv_cache: Any) -> bool:
 
 
 def our_caches(kv_caches: Any, *, is_canonical: bool = False) -> CanonicalKVCaches:  # Any: vLLM's CanonicalKVCaches
-    """Return vLLM's caches as our type, with vLLM's mapping to a canonical layout if it is wanted.
+    """Return vLLM's caches as our type. With `is_canonical` it has vLLM's mapping to a canonical layout.
 
     Raises:
         ConfigError: vLLM has no such mapping for a layer.
@@ -112,9 +113,10 @@ def our_caches(kv_caches: Any, *, is_canonical: bool = False) -> CanonicalKVCach
 
 
 def audited_group(config: Any, num_parts: int) -> AuditedGroup | None:  # Any: vLLM's OffloadingConfig
-    """Return the group that the audit compares, of several; None if there is one, with whole rows.
+    """Return which of several groups the audit compares; None if there is only one, whose whole rows it compares.
 
-    It is the first with full attention: vLLM looks up its blocks first, and computes all of them that it misses.
+    It is the first group with full attention: vLLM looks up the blocks of that group first, and computes every block
+    that it misses. `num_parts` is the number of equal parts of a row.
 
     Raises:
         ConfigError: The model cannot be audited.
@@ -139,7 +141,7 @@ def audited_group(config: Any, num_parts: int) -> AuditedGroup | None:  # Any: v
 
 
 def audit_only(manager: TieringOffloadingManager, group: AuditedGroup, config: Any) -> None:
-    """Let the audit of a stack compare the blocks of one group of several, and say so."""
+    """Restrict a stack's audit to the blocks of one of several groups, and log this."""
     assert isinstance(manager, AuditedManager)
     manager.audit_only(group)
     _log.warning(
@@ -151,7 +153,7 @@ def audit_only(manager: TieringOffloadingManager, group: AuditedGroup, config: A
 
 
 def check_audited(config: Any, group: AuditedGroup, caches: CanonicalKVCaches) -> None:
-    """Raise ConfigError if a block of the audited group fills other bytes than the scheduler computed."""
+    """Raise ConfigError if a block of the audited group fills more or fewer bytes than the scheduler computed."""
     (refs,) = [
         refs for each, refs in zip(config.groups, caches.group_data_refs, strict=True) if each.group_id == group.number
     ]
@@ -160,9 +162,9 @@ def check_audited(config: Any, group: AuditedGroup, caches: CanonicalKVCaches) -
 
 
 def _has_drafts_everywhere(draft: Any, groups: Any) -> bool:
-    """Return whether any group may have the layers of a draft model that reads ahead (EAGLE, MTP).
+    """Return whether every group may have layers of a draft model that reads ahead (EAGLE, MTP).
 
-    From 0.33 on vLLM marks the groups that have. 0.32 marks some.
+    From 0.33 on, vLLM marks each group that has such layers. vLLM 0.32 marks only some of these groups.
     """
     return draft is not None and draft.use_eagle() and (len(groups) == 1 or not any(g.is_eagle_group for g in groups))
 

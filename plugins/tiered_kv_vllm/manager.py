@@ -1,8 +1,8 @@
 """The manager that vLLM's scheduler calls: it passes the calls on to our manager, and answers with vLLM's types.
 
-All methods belong to the scheduler's thread, and none but `shutdown` waits. vLLM names the blocks of a transfer again
-as a set, so this class remembers their order. After a reset it keeps the rows of running transfers until the workers
-have flushed.
+vLLM's scheduler and `TieredKVConnector` call it on the scheduler's thread, which owns its state. Only `shutdown` waits.
+vLLM reports the end of a transfer with a set of its blocks, so this class remembers their order. What must stay true:
+after a reset, the rows of running transfers stay in use until the workers have flushed these transfers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tiered_kv_vllm.attached import HostCache
 from tiered_kv_vllm.metrics import CounterReport, hit_source, vllm_events
 
 LOOKUP_S_MAX = 0.5
-"""A request that waits is looked up after this time, although nothing has changed: waiting has limits."""
+"""After this time a waiting request is looked up again, even if nothing has changed: its wait has a limit."""
 
 
 class _Transfer(NamedTuple):
-    """Blocks that vLLM's workers read or write. vLLM names them again, as a set, when that is done."""
+    """Blocks that vLLM's workers read or write. At the end of the transfer, vLLM names the same blocks as a set."""
 
     is_store: bool
     keys: Sequence[OffloadKey]
@@ -45,21 +45,19 @@ class _Transfer(NamedTuple):
 
 
 class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """Answers vLLM's scheduler from a stack, or from a host's cache. All methods belong to its thread.
-
-    Only `shutdown` waits.
+    """Answers vLLM's scheduler from a stack, or from a host's cache. The module says which thread calls it.
 
     Args:
-        stack: The open stack, which this closes; or the host's cache, which this opens.
+        stack: An open stack, which `shutdown` closes; or a host's cache, whose manager this class opens.
         has_events: Whether vLLM publishes events.
-        flush_steps: Steps after which workers have flushed their transfers at a `reset_cache`, for vLLM 0.32; None if
-            vLLM calls `on_reset_flushed`.
+        flush_steps: The number of steps after a `reset_cache` in which the workers flush their transfers, for vLLM
+            0.32; None if vLLM calls `on_reset_flushed`.
     """
 
     def __init__(self, stack: EngineStack | HostCache, *, has_events: bool, flush_steps: int | None) -> None:
         self._stack = stack
         self._manager: CacheManager
-        self._reporting: frozenset[str] = frozenset()
+        self._reporting: frozenset[str] = frozenset()  # the names of the tiers with `reports_stored`
         if isinstance(stack, HostCache):
             self._manager = stack.open_manager()
             self._block_tokens, is_measured = stack.block_tokens, True  # the server knows whether it counts
@@ -74,23 +72,23 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._sources = {tier.name: hit_source(tier) for tier in settings}
         self._report = CounterReport(secrets)
         self._transfers: dict[str, list[_Transfer]] = {}  # by request
-        self._stale: list[_Transfer] = []
+        self._stale: list[_Transfer] = []  # from before a reset; the workers have not flushed them
         self._has_events = has_events
         self._flush_steps = flush_steps
-        self._steps_to_flush: int | None = None
+        self._steps_to_flush: int | None = None  # until `_stale` is flushed; None if no flush is awaited
         self._meter = PrefillMeter() if is_measured else None
         if self._meter is not None:
-            self._manager.cost.block_s = 0.0  # until the first prompt has been computed, only to learn tiers' paces
+            self._manager.cost.block_s = 0.0  # until a prompt is timed, loads only measure the tiers' paces
         self._is_polled = False
         """Whether the jobs that have finished were collected since the last step."""
         self._lacks_answer = False
-        """Whether the request that is looked up waits for a tier's answer or for room, besides promotions."""
+        """Whether the request of the current lookups waits for a tier's answer or for room, not only for promotions."""
         self._waiting: dict[str, tuple[int, float]] = {}
-        """For each request that waits: for how many promotions (0 if for more than them), and since when."""
+        """For each request that waits: its promotions (0 if it waits for answers too), and the time of its lookup."""
         self._requests: set[str] = set()
         """Ids of the requests that vLLM has."""
         self._uncomputed: dict[str, int] = {}
-        """Tokens of the prompts that vLLM has begun, or will begin in this step, and has not scheduled yet."""
+        """By request that has begun, or begins in this step: the tokens that vLLM has not scheduled yet."""
 
     # Lookups and transfers.
 
@@ -162,24 +160,25 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL if is_whole else OffloadPolicy.CHUNK_LEVEL)
 
     def expect(self, req_id: str, keys: Iterable[OffloadKey]) -> None:
-        """Promote the prefix of a new request, some of its `keys` at the end of each step, until `was_scheduled`."""
+        """Promote the prefix of a new request until `was_scheduled`: some of its `keys` at the end of each step."""
         self._manager.prefetch(keys, ReqContext(req_id))
 
     def ask_known(self, req_id: str, keys: Callable[[], Sequence[OffloadKey]]) -> None:
-        """Ask a host's cache which of the blocks that the GPU has are stored: the request offers them too."""
+        """Ask a host's cache which of a request's blocks on the GPU it has stored: the request offers them too."""
         self._manager.ask_known(keys, ReqContext(req_id))
 
     def outdate(self, req_id: str) -> None:
-        """Let a request store and load nothing: it may get blocks of the GPU from before a reset."""
+        """Let a request store and load nothing: the GPU may give it blocks from before a reset."""
         self._manager.outdate(ReqContext(req_id))
 
     def was_scheduled(self, req_id: str, tokens: int, computed_tokens: int, *, is_whole: bool = False) -> bool:
-        """End the promotions of a waiting request: vLLM looks up its blocks now, behind `computed_tokens`.
+        """End the prefetch of a request: vLLM now looks up its blocks after the first `computed_tokens` tokens.
 
-        `is_whole` says that a part of the blocks is of no use: vLLM has several KV cache groups, or only a window.
+        With `is_whole` a part of the blocks is of no use: vLLM has several KV cache groups, or its only group has a
+        window.
 
         Returns:
-            Whether a lookup can find more than the last one, for which the request waits.
+            False if the request waits, and a lookup would find no more than its last one.
         """
         if not self._is_polled:  # a job that ended during the last step is found in this one
             self._is_polled = True
@@ -188,7 +187,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         promoting, asked_s = self._waiting.get(req_id, (0, 0.0))
         if promoting and promoting == self._manager.promoting(context) and time.monotonic() - asked_s < LOOKUP_S_MAX:
             return False
-        if self._uncomputed.pop(req_id, None) is not None:  # it was looked up before, and got no blocks of the GPU
+        if self._uncomputed.pop(req_id, None) is not None:  # it was looked up before, but the GPU had no room for it
             self._set_backlog()
         self._lacks_answer = False
         self._manager.end_prefetch(context)
@@ -201,8 +200,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         return self._lacks_answer or self._manager.promoting(ReqContext(req_id)) > 0
 
     def was_looked_up(self, req_id: str, uncomputed_tokens: int | None) -> None:
-        """Note how much of a request vLLM will compute, after it has looked the blocks up; None if the request
-        waits."""
+        """Note the tokens of a request that vLLM will compute, after its lookups; None if the request waits."""
         if uncomputed_tokens is None:
             promoting = 0 if self._lacks_answer else self._manager.promoting(ReqContext(req_id))
             self._waiting[req_id] = promoting, time.monotonic()
@@ -221,8 +219,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
             cost.backlog_s = token_s * sum(self._uncomputed.values())
 
     def step_began(self, output: Any) -> None:
-        """Note the tokens of a scheduled step. vLLM calls `get_stats` at the end of each, in the same order."""
-        STEP.end()  # vLLM prepares stores behind `on_schedule_end`
+        """Note the tokens of a scheduled step. vLLM calls `get_stats` at the end of each step, in the same order."""
+        STEP.end()  # vLLM prepares stores after `on_schedule_end`
         running, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
         if self._meter is not None:
             before: dict[str, int] = {}
@@ -230,7 +228,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
                 before |= zip(running.req_ids, running.num_computed_tokens, strict=True)
                 before |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
             self._meter.begin([(tokens, before.get(name, 0)) for name, tokens in scheduled.items()])
-        self._requests -= output.finished_req_ids  # `on_request_finished` comes when their stores have ended
+        self._requests -= output.finished_req_ids  # `on_request_finished` comes later, after their stores
         self._set_stalled()
         if self._uncomputed or self._manager.cost.backlog_s:
             left = ((name, tokens - scheduled.get(name, 0)) for name, tokens in self._uncomputed.items())
@@ -255,8 +253,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
                 self.on_reset_flushed()
 
     def has_pending_work(self) -> bool:
-        """Return whether vLLM has to run a step although it has no request: to send messages that a host's cache waits
-        for.
+        """Return whether vLLM must run a step without a request: a host's cache waits for messages that it sends.
 
         Jobs of a stack that end while vLLM is idle are collected in its next step.
         """
@@ -317,7 +314,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         ]
 
     def shutdown(self) -> None:
-        """Flush the cascades within the stack's time, and close the tiers; or leave the host's cache."""
+        """Close the stack, which first ends its cascades within a time limit; or leave the host's cache."""
         if isinstance(self._stack, HostCache):
             self._manager.shutdown()
         else:

@@ -1,8 +1,8 @@
-"""vLLM's offloading specs: our whole stack, from the user's file and vLLM's configuration; and vLLM's own tiering.
+"""vLLM's offloading specs: one opens our whole stack, the other adds our worker to vLLM's own tiering.
 
-vLLM makes a spec in the scheduler's process and in each worker's, and calls it on the engine's thread. All processes of
-an engine derive the same stack and namespace. Both specs have our transfer handlers as vLLM's worker, for KV caches on
-CUDA devices and in CPU memory.
+vLLM makes a spec in the scheduler's process and in each worker's, and calls it on the engine's thread. What must stay
+true: all processes of an engine derive the same stack and namespace. `HandlerWorker` gives both specs our transfer
+handlers, for KV caches on CUDA devices and in CPU memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tiered_kv_vllm.manager import INFO_KEYS, TieredKVManager
 from tiered_kv_vllm.metrics import metric_definitions, tier_types_of
 
 _VLLM_REPORTS_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
-"""From 0.33 on."""
+"""Whether vLLM calls `on_reset_flushed`: from 0.33 on."""
 _STEPS_AHEAD = 4
 """Steps that a scheduler may be ahead of its workers, beyond one for each pipeline stage."""
 ROW_ALIGNMENT_BYTES = 4096
@@ -61,7 +61,7 @@ _OPTIONS = (
     *("blocks_per_chunk", "block_size", "canonical_layout", "offload_prompt_only", "self_describing_kv_events"),
     *(("sync_load_budget_bytes",) if _VLLM_REPORTS_FLUSHES else ()),
 )
-"""Settings that our spec reads beside `stack`, and that vLLM's connector reads for any spec."""
+"""The options of our spec, and the options that vLLM's connector reads for any spec."""
 
 _VLLM_OPTIONS: Mapping[str, str] = {
     "cpu_bytes_to_use": "write 'primary: {capacity: ...}' in the stack, without --kv-offloading-size, which sets this",
@@ -73,13 +73,13 @@ _VLLM_OPTIONS: Mapping[str, str] = {
     "backpressure": "write 'store_budget' at a tier of 'secondary' in the stack",
     "tier_poll_interval_s": "leave it out; our tiers need no polling thread",
 }
-"""Settings that only vLLM's own specs read, and the remedy under ours."""
+"""Options that only vLLM's own specs read, each with the remedy under our spec."""
 
 
 class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """The spec of `TieredKVConnector` for `"stack"` or `"attach"`; also by `"spec_name": "TieredKVOffloadingSpec"`.
+    """The spec that `TieredKVConnector` takes for `"stack"` or `"attach"`, and that `"spec_name"` can name.
 
-    vLLM makes one in its scheduler's process and one in each worker's. All map one region, named by the engine's id.
+    All processes of an engine map one region, named by the engine's id.
 
     Args:
         config: vLLM's `OffloadingConfig`. Its `extra_config["stack"]` is a stack without `block`: a file's path, or a
@@ -93,12 +93,12 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         check_groups(config)
-        # vLLM's connector then lets only rank 0 store; the others report a store's end at once.
+        # If it is set, vLLM's connector lets only rank 0 store, and the other ranks report a store's end at once.
         self.replicated_layout = config.replicated_layout
-        # A worker gets its KV caches after its connector was made; only this shows the engine's configuration then.
+        # A worker gets its KV caches after `configured` has ended. This copy still has the engine's configuration.
         self._context = copy_context()
         self._file_name = f"tiered-kv-{config.engine_id}"
-        # With several pipeline stages this only checks the configuration early: `_join` replaces it by all workers'.
+        # With several pipeline stages, these ranks only serve an early check: `_join` reads the ranks of all workers.
         ranks = [rank_of(config)] * config.parallel.world_size
         self._host = host_cache(config, ranks) if "attach" in config.extra_config else None
         if self._host is None:
@@ -115,7 +115,7 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         return INFO_KEYS
 
     def get_manager(self) -> TieredKVManager:
-        """Return the scheduler's half, made on the first call; with several stages it waits for the workers."""
+        """Return the scheduler's half, made on the first call; with several stages this waits for all workers."""
         if self._manager is None:
             has_events = self.kv_events_config.enable_kv_cache_events
             file = self._join(SCHEDULER)
@@ -169,7 +169,8 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
     def _join(self, party: str) -> SharedFile | None:
         """With several pipeline stages, wait for all workers and read their ranks from the shared file.
 
-        Return the file, which the caller leaves: a worker once the scheduler has joined, too.
+        Return the shared file, or None with one stage. The caller must leave it: a worker not before the scheduler has
+        joined too.
         """
         if self.config.parallel.pp_size == 1:
             return None
@@ -243,7 +244,7 @@ def _completed(raw: Mapping[str, object], config: Any, ranks: Sequence[Rank]) ->
         message = "vLLM publishes the events of all tiers with its own (--kv-events-config); leave this out"
         raise ConfigError(message, location="events")
     if raw.get("audit"):
-        audited_group(config, _parts_of(config, ranks))  # which may refuse it
+        audited_group(config, _parts_of(config, ranks))  # refuses a model that cannot be audited
     namespace, block = _identity(raw.get("namespace"), config, ranks)
     return load_config({**raw, "namespace": namespace, "block": block}, environ=environment(config))
 
@@ -268,10 +269,10 @@ def _part_bytes(config: Any, ranks: Sequence[Rank]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One worker: the bytes that it stores of a chunk, and its stage.
+    """One worker: the bytes that it stores of a chunk, and its pipeline stage.
 
-    vLLM hands each process the layers of one worker: a worker's own, and in the scheduler worker 0's. So with more than
-    one stage each worker writes its rank into the engine's shared file, and every process reads all ranks.
+    vLLM tells a worker only its own layers, and the scheduler only the layers of worker 0. So with more than one stage
+    each worker writes its rank into the engine's shared file, and every process reads all ranks.
     """
 
     chunk_bytes: int
@@ -279,7 +280,7 @@ class Rank:
 
 
 def rank_of(config: Any) -> Rank:  # Any: vLLM's OffloadingConfig
-    """Return the worker that a process knows: a worker itself, and in the scheduler worker 0."""
+    """Return the rank that this process knows: its own in a worker, the rank of worker 0 in the scheduler."""
     size = int(config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk)
     if size < 1:
         raise ConfigError("vLLM reports no size of a KV cache block, so there is nothing to offload")
@@ -301,7 +302,7 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
     _worker: HandlerWorker | None
 
     row_layout = ROW_LAYOUT
-    """Read by our tiers, since it differs from that of vLLM's worker."""
+    """The layout of rows as our worker writes them, for our tiers: vLLM's own worker has another layout."""
 
     def __init__(self, config: Any) -> None:  # Any: vLLM's OffloadingConfig
         check_stages(config)
@@ -346,9 +347,9 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
 class HandlerWorker(OffloadingWorker):  # type: ignore[misc]  # vLLM is not there when types are checked
     """Stores and loads for vLLM. All methods belong to the worker's thread.
 
-    vLLM has no failed transfers: it asserts success, which `python -O` leaves out. So a failed copy raises, which ends
-    the engine. Otherwise the engine would compute upon bytes that did not arrive, or a block be stored without bytes.
-    Its end leaves `file`.
+    vLLM knows no failed transfers: it asserts success, and `python -O` leaves that assertion out. So a failed copy
+    raises an error, which ends the engine. Otherwise the engine would compute with bytes that did not arrive, or a tier
+    would store a block without its bytes. `shutdown` leaves `file`.
     """
 
     def __init__(self, handlers: WorkerHandlers, file: SharedFile | None = None) -> None:

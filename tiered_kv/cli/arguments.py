@@ -1,4 +1,8 @@
-"""Types of command-line arguments, whose errors say what is accepted; and the end of the help."""
+"""Types of command-line arguments, and the end of a verb's help.
+
+`add_arguments` of each verb names the types, and argparse calls them on the main thread. What must stay true: a wrong
+text is an `ArgumentTypeError` that says which texts are accepted.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +56,7 @@ def _parsed(parse: Callable[[object], Number], text: str, given: str) -> Number:
 
 
 def file_path(text: str) -> Path:
-    """Return a path; the shell leaves a `~` behind an "=" as it is."""
+    """Return a path with its `~` expanded: the shell does not expand one after an "="."""
     try:
         return Path(expanded_path(text))
     except ValueError as error:
@@ -60,7 +64,7 @@ def file_path(text: str) -> Path:
 
 
 def describe_use(parser: argparse.ArgumentParser, *examples: tuple[str, str], found: str = "") -> None:
-    """End a verb's help with examples, each a command and its purpose, and exit statuses; `found` explains status 1."""
+    """End a verb's help with `examples`, commands and their purposes, and exit statuses. `found` explains status 1."""
     lines = [line for command, about in examples for line in (f"  {command}", f"      {about}")]
     statuses = [
         "  0    all is well",

@@ -1,6 +1,7 @@
-"""Requests over HTTP to a process that has a stack open, and what two answers say together.
+"""Requests over HTTP to a process that has a stack open, and the changes from one of its answers to the next.
 
-The process may run another version, or be no stack.
+`top`, `why`, `doctor` and `purge` call it, and wait for the answer. Nothing here keeps a state. The process may run
+another version, or have no stack. What must stay true: each status is checked, and no answer is larger than a limit.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def is_address(text: str) -> bool:
 
 
 def url_of(text: str) -> str:
-    """Return the URL before all pages: of a URL, HOST:PORT, or a stack's file, for its `metrics.listen`.
+    """Return the URL without a page, for a URL, HOST:PORT, or the path of a stack's file with `metrics.listen`.
 
-    Only `metrics` is read of a stack's file. So the variables of its secrets need not be set here.
+    Of a stack's file it reads only `metrics`. So the environment variables of its secrets need not be set here.
 
     Raises:
         ConfigError: `text` is none of these, or the file has no `metrics.listen`.
@@ -110,7 +111,7 @@ def _url_of_stack(raw: Mapping[str, object]) -> str:
 
 
 def _flat(counters: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yield each counter by its name and labels, and each part of a histogram; a value that is None is not known."""
+    """Yield the path (name and labels) and value of each counter, and of each part of a histogram, unless None."""
     if isinstance(counters, dict):
         for name, value in counters.items():
             yield from _flat(value, (*path, printable(str(name))))
@@ -133,7 +134,7 @@ class BudgetState(BaseModel):
 
 
 class MetricState(BaseModel):
-    """What a tier's type declares of a metric."""
+    """A metric, as a tier's type declares it."""
 
     help: _Text
     unit: _Text
@@ -142,14 +143,14 @@ class MetricState(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Which number of a tier: a counter with its labels, or a bucket of a histogram."""
+    """Identifies a number of a tier: a counter with its labels, or a bucket of a histogram."""
 
     name: str
     labels: tuple[tuple[str, str], ...] = ()
-    """Names and values."""
+    """Names and values of the labels."""
     bucket: str = ""
     is_own: bool = False
-    """Whether the tier counts it itself."""
+    """Whether the tier itself counts it, not the manager."""
 
     def label(self, name: str) -> str:
         """Return the value of a label; empty if it has none."""
@@ -176,7 +177,7 @@ class TierStatus(BaseModel):
         return {count: number for count, number in of_paths if count is not None}
 
     def _count(self, path: tuple[str, ...]) -> Count | None:
-        """Return which number is at a path: a name, the values of its labels, and of a histogram its part."""
+        """Return the identity of the number at a path (name, values of labels, part of a histogram), if it is known."""
         is_own = path[0] == "tier"
         name, *values = path[1:] if is_own else path
         known: Mapping[str, Metric | MetricState] = self.metrics if is_own else MANAGER
@@ -200,7 +201,7 @@ class Notice(BaseModel):
 
 
 class StackStatus(BaseModel):
-    """What `docs/how-to/metrics.md` describes; texts are printable."""
+    """The answer to `/status`, which `docs/how-to/metrics.md` describes. Its texts are printable."""
 
     version: _Text
     namespace: _Text
@@ -213,7 +214,7 @@ class StackStatus(BaseModel):
 
 
 def read_status(body: bytes) -> StackStatus:
-    """Return the answer to `/status`; raise `FormatError` if it is not that of a stack."""
+    """Return the answer to `/status`; raise `FormatError` if it is not the status of a stack."""
     try:
         return StackStatus.model_validate_json(body)
     except (ValidationError, RecursionError):
@@ -225,7 +226,7 @@ View = dict[str, Any]  # Any: as JSON has it
 
 
 def view_of(before: StackStatus | None, now: StackStatus) -> View:
-    """Return the changes from one answer to the next; without the first, or after a restart, since the opening."""
+    """Return the changes from one answer to the next; without `before`, or after a restart, all since the opening."""
     if before and (before.pid != now.pid or before.uptime_seconds > now.uptime_seconds):
         before = None
     elapsed_s = max(now.uptime_seconds - (before.uptime_seconds if before else 0.0), 1e-3)
@@ -233,7 +234,7 @@ def view_of(before: StackStatus | None, now: StackStatus) -> View:
     changes = [_Change(tier, earlier.get(tier.name, {}), elapsed_s) for tier in now.tiers]
     if any(change.asked_per_s is not None for change in changes):
         hits = [change.per_s("blocks_total", result="hit") for change in changes]
-    else:  # loaded blocks stand for them; the primary tier's include those that other tiers promoted
+    else:  # loaded blocks stand for hits; the primary tier's include the promotions from other tiers
         first, *others = (change.per_s("loaded_blocks_total") for change in changes)
         hits = [max(0.0, first - sum(others)), *others]
     asked = changes[0].asked_per_s
@@ -312,7 +313,7 @@ class _Change:
                 }
 
     def _own(self) -> Iterator[View]:
-        """Yield what the tier counts itself, and its type declares."""
+        """Yield the metrics that the tier counts itself and its type declares."""
         for count, number in self._counts.items():
             if count.is_own and not count.bucket:
                 metric = self._now.metrics[count.name]
