@@ -1,4 +1,8 @@
-"""A model of a whole stack: a dictionary of the answers that the stack may give."""
+"""A model of a whole stack: a dictionary of the answers that the stack may give.
+
+The state machine and simulations call it, on the test's thread, which acts as the scheduler's. What must stay true: its
+checks hold at every timing of the stack's threads.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,11 @@ from tiered_kv.testing.rig import block_content
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
-_PATIENT_ROUNDS = 100
-_ROUNDS_MAX = 200
+_PATIENT_ROUNDS = 100  # of a lookup without faults, before each further round advances the clock
+_ROUNDS_MAX = 200  # of a lookup
 _ROUND_S = 0.001
 _CLOCK_STEP_S = 5.0
-_MUCH_STORED = 8
+_MUCH_STORED = 8  # blocks
 
 
 class RowLedger:
@@ -86,19 +90,19 @@ class EngineTransfer:
 class StackModel:
     """Acts as the engine of a stack, and checks the stack's answers and bytes.
 
-    A stack may lose any block at any time. It must not find a block that was never stored, or only before a reset. A
-    loaded block has the stored bytes. A request computes its blocks with the weights of the epoch in which it began.
+    A stack may lose any block at any time. It must not find a block that was not stored since the last reset. A loaded
+    block has the stored bytes. A request computes its blocks with the weights of the epoch in which it began.
     """
 
     def __init__(self, stack: StackUnderTest) -> None:
         self.stack = stack
-        self.stored: set[OffloadKey] = set()
-        self.epoch = 0
-        self.requests: dict[str, tuple[ReqContext, list[OffloadKey]]] = {}
+        self.stored: set[OffloadKey] = set()  # blocks that the stack may find
+        self.epoch = 0  # the number of resets
+        self.requests: dict[str, tuple[ReqContext, list[OffloadKey]]] = {}  # the running ones, by id
         self.loads: list[EngineTransfer] = []
         self.stores: list[EngineTransfer] = []
         self.faults_on: set[str] = set()
-        self._outdated: set[str] = set()
+        self._outdated: set[str] = set()  # running requests that began before a reset
         self._request_numbers = itertools.count()
 
     @property
@@ -128,7 +132,7 @@ class StackModel:
     # Loads.
 
     def look_up(self, req_id: str) -> list[OffloadKey]:
-        """Return the prefix of a request's keys that is found; steps until no answer is None, with a limit."""
+        """Look up a request's keys in some steps, until no answer is None; return the prefix that is found."""
         request, keys = self.requests[req_id]
         for round_number in range(_ROUNDS_MAX):
             answers = self.manager.lookup_many(keys, request)
@@ -146,7 +150,7 @@ class StackModel:
         return list(itertools.takewhile(lambda key: answers[keys.index(key)], keys))
 
     def check_answer(self, key: OffloadKey, answer: bool | None, request: ReqContext) -> None:
-        """Check that a block that is found is stored, and that a request from before a reset finds nothing."""
+        """Check that a found block was stored, and that a request from before a reset finds nothing."""
         assert not answer or key in self.stored, f"block {key.hex()} was found, and is not there to be found"
         is_outdated = request.req_id in self._outdated
         assert answer is False or not is_outdated, f"{request.req_id} began before a reset, and finds {key.hex()}"
@@ -270,7 +274,7 @@ class StackModel:
 
 
 class WatchedTier(JobWrapperTier):
-    """Notes violations of the manager in the ledger, which all tiers of the stack share.
+    """Notes the manager's violations of the rules for rows in the ledger, which all tiers of the stack share.
 
     Two jobs must not use one row if one of them writes. The source of a store must not change from submission to
     report, even if the job has expired meanwhile. The wrapped tier must return at once.

@@ -7,7 +7,7 @@
         proxy.set_faults(NO_FAULTS)
         proxy.reset_connections()
 
-A fault lasts until it is switched off, on open and new connections. `counts()` says how often each occurred.
+A fault applies to open and new connections until it is switched off. `counts()` says how often each fault occurred.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any, Final, Self
 
 _CALL_TIMEOUT_S: Final = 60.0
 _CHUNK_BYTES: Final = 64 << 10
-_CHUNKS_IN_FLIGHT_MAX: Final = 64
-_PACE_S: Final = 0.01
+_CHUNKS_IN_FLIGHT_MAX: Final = 64  # received and not delivered, in one direction
+_PACE_S: Final = 0.01  # the longest sleep before a change of faults is seen
 _LINGER_RESET: Final = struct.pack("ii", 1, 0)  # closing sends RST instead of FIN; socket(7)
 _COUNTS: Final = (
     "connections", "server_refused", "bytes_to_server", "bytes_to_client",
@@ -47,7 +47,7 @@ class Faults:
         bytes_per_s: The bandwidth of each connection; None for no limit.
         stalls: The proxy takes bytes, and does not deliver them until this is switched off.
         cut_after_bytes: Each connection ends after so many bytes, new ones too.
-        cut_by_reset: It ends by RST in place of FIN. (TCP itself answers data that comes after a FIN with RST.)
+        cut_by_reset: The cut sends RST in place of FIN. (TCP itself answers data that comes after a FIN with RST.)
         flip_at_byte: Flips the lowest bit of the byte at this offset.
     """
 
@@ -79,7 +79,7 @@ class FaultProxy:
         self._bound = _bound_socket(self.host, 0)
         self.port: int = self._bound.getsockname()[1]
         self._loop = asyncio.new_event_loop()
-        self._connections: set[_Connection] = set()  # the loop's thread owns it, and the listener
+        self._connections: set[_Connection] = set()  # the loop's thread owns this set, and the listener
         self._listener: asyncio.Server | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
@@ -124,7 +124,7 @@ class FaultProxy:
         self._call(self._for_each(lambda connection: connection.end("reset", by_reset=True)))
 
     def half_close(self, direction: Direction) -> None:
-        """End the stream to the receiver on every connection; the other direction continues."""
+        """End the stream of one direction on every connection; the other direction continues."""
         self._call(self._for_each(lambda connection: connection.pipes[direction].half_close()))
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class _Pipe:
 
     def switch(self, faults: Faults) -> None:
         self._faults = faults
-        self._position = 0
+        self._position = 0  # bytes delivered since the faults were set
 
     def half_close(self) -> None:
         """End the stream, and drop later bytes."""

@@ -1,4 +1,8 @@
-"""Drives one tier in a test: with its own region, known bytes in every block, and bounded waits."""
+"""Drives one tier in a test: with its own region, known bytes in every block, and bounded waits.
+
+The conformance checks and other tests call it, on one thread, which acts as the scheduler's. What must stay true: a row
+belongs to one job at a time, and the rig knows the expected bytes of every row.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +25,17 @@ OpenTier = Callable[[TierSpec, memoryview], SecondaryTierManager]
 BlockIds = np.ndarray[Any, np.dtype[np.int64]]
 
 Content = Callable[[OffloadKey, int, int], bytes]
-"""Returns the content of a key: its size in bytes, and its epoch, are arguments."""
+"""Returns the content of a block. Its arguments are the key, the size in bytes and the epoch."""
 
-_GUARD = 0xA5
+_GUARD = 0xA5  # the byte that fills rows without content
 _POLL_S_MIN = 0.0001
 _POLL_S_MAX = 0.002
 _CACHED_BYTES_MAX = 4096
-"""The largest block whose content is cached; the cache takes 32 MiB at most."""
+"""Bytes of the largest block whose content is cached; the cache takes 32 MiB at most."""
 
 
 def make_keys(count: int, label: str = "block", group_idx: int = 0) -> list[OffloadKey]:
-    """Return `count` keys with hashes of 16 bytes, the same ones for the same arguments."""
+    """Return `count` keys with hashes of 16 bytes; the same arguments give the same keys."""
     return [
         make_offload_key(hashlib.blake2b(f"{label}/{index}".encode(), digest_size=16).digest(), group_idx)
         for index in range(count)
@@ -53,7 +57,7 @@ def _noise(key: OffloadKey, size_bytes: int, epoch: int) -> bytes:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "big"))).bytes(size_bytes)
 
 
-_cached_noise = functools.lru_cache(maxsize=8192)(_noise)  # to make them for each comparison would dominate most tests
+_cached_noise = functools.lru_cache(maxsize=8192)(_noise)  # without the cache, noise would take most tests' time
 
 
 def compressible_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> bytes:
@@ -65,13 +69,13 @@ def compressible_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> by
 class TierRig:
     """Drives one tier as the manager would, and checks the rules of every job.
 
-    After the last job in flight it compares the whole region with the expected bytes: sources as they were, the blocks
-    of a load as stored, all others unchanged. An unknown or repeated result fails at once. One thread.
+    Once no job is in flight, it compares the whole region with the expected bytes. A load may change its own rows only,
+    and a store none. An unknown or repeated result fails at once.
 
     Args:
         open_tier: Called now, and by `reopen`.
-        num_blocks, block_bytes: The region.
-        wait_s: How long a job or a lookup may take.
+        num_blocks, block_bytes: The shape of the region.
+        wait_s: Seconds that a job or a lookup may take.
         spec: The tier's spec; by default with the rig's own namespace.
         content: The content of a key; by default incompressible.
     """
@@ -96,13 +100,13 @@ class TierRig:
         self._open_tier = open_tier
         self.wait_s = wait_s
         self.job_timeout_s = wait_s
-        """The deadline of jobs, after their submission."""
+        """Seconds from a job's submission to its deadline."""
         self._region = PrimaryRegion(num_blocks, block_bytes)
         self._region.array[:] = _GUARD
         self._expected = self._region.array.copy()
         self._rows = itertools.cycle(np.random.default_rng(0).permutation(num_blocks).tolist())
         self._job_ids = itertools.count(1)
-        self._jobs: dict[JobId, JobMetadata] = {}
+        self._jobs: dict[JobId, JobMetadata] = {}  # in flight
         self._results: dict[JobId, JobResult] = {}
         self._succeeded: dict[JobId, set[OffloadKey]] = {}
         self._requests = itertools.count(1)
@@ -115,7 +119,7 @@ class TierRig:
         return self.wait([self.submit_store(keys, rows)])[0]
 
     def load(self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None) -> set[OffloadKey]:
-        """Load `keys` and return those that the tier reports as loaded; their bytes have been checked."""
+        """Load `keys`; return the keys that the tier reports as loaded. Their bytes have been checked."""
         return self.succeeded(self.wait([self.submit_load(keys, rows)])[0])
 
     def submit_store(
@@ -138,7 +142,7 @@ class TierRig:
         deadline: float | None = None,
         request: ReqContext | None = None,
     ) -> JobId:
-        """Submit a load of `keys` into rows with other bytes."""
+        """Fill rows with the guard byte, and submit a load of `keys` into them."""
         job = self._new_job(keys, rows, deadline, is_promotion=True, request=request)
         self._region.array[job.block_ids] = _GUARD
         self.tier.submit_load(job)
@@ -160,7 +164,7 @@ class TierRig:
         return [self._results[job_id] for job_id in wanted]
 
     def poll(self) -> int:
-        """Collect the finished jobs; return how many are left."""
+        """Collect the finished jobs; return how many are still in flight."""
         for result in self.tier.get_finished():
             assert result.job_id not in self._results, f"job {result.job_id} was reported twice"
             job = self._jobs.pop(result.job_id, None)
@@ -180,11 +184,11 @@ class TierRig:
         return request
 
     def lookup(self, key: OffloadKey, request: ReqContext | None = None) -> bool:
-        """Return the tier's answer once it is not None; by default to a new request, so that none is remembered."""
+        """Return the tier's answer once it is not None. By default a new request asks, without an earlier answer."""
         return self._answers(lambda asking: [self.tier.lookup(key, asking)], request)[0]
 
     def lookup_all(self, keys: Sequence[OffloadKey], request: ReqContext | None = None) -> list[bool]:
-        """Return the answers of `lookup_many` once none is None; by default to a new request."""
+        """Return the answers of `lookup_many` once none is None. By default a new request asks."""
         return self._answers(lambda asking: self.tier.lookup_many(keys, asking), request)
 
     def _answers(self, ask: Callable[[ReqContext], Sequence[bool | None]], request: ReqContext | None) -> list[bool]:

@@ -3,8 +3,9 @@
     def test_a_stack_with_my_tier_keeps_its_promises() -> None:
         run_state_machine_as_test(make_state_machine(open_my_stack))
 
-The machine acts as an engine: it makes all permitted calls, in any order, while tiers fail, hang and lose data. `model`
-checks the invariants. Preconditions depend only on the machine's actions: the stack's answers may depend on threads.
+The machine acts as an engine, on the test's thread: it makes all permitted calls, in any order, while tiers fail, hang
+and lose data. `model` checks the invariants. What must stay true: preconditions depend only on the machine's own
+actions, since the stack's answers may depend on its threads.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from tiered_kv.testing.model import StackModel, StackUnderTest
 from tiered_kv.testing.rig import make_keys
 
 OpenStack = Callable[[Path], StackUnderTest]
-"""Opens a stack over a directory; again for the same one, where persistent tiers find their blocks."""
+"""Opens a stack over a directory. The machine calls it again with the same directory: persistent tiers keep blocks."""
 
-REQUESTS_MAX = 6
-TRANSFERS_MAX = 4
+REQUESTS_MAX = 6  # that run at one time
+TRANSFERS_MAX = 4  # open loads, and open stores
 
 _picks = st.integers(0, 1 << 16)
 _seldom = st.sampled_from([False, False, False, True])
 
 
 def _prefixes() -> list[list[OffloadKey]]:
-    """Return four conversations: two with a common prefix, a third, and the third in another group."""
+    """Return the keys of four chats: two with a common prefix, a third, and the third in another KV cache group."""
     shared = make_keys(3, "system prompt")
     return [
         shared + make_keys(5, "first chat"),
@@ -79,7 +80,7 @@ class _StackRules(RuleBasedStateMachine):
 
     @rule(chat=st.integers(0, 3), length=st.integers(1, 8), waits=st.booleans())
     def serve(self, chat: int, length: int, waits: bool) -> None:
-        """Play a whole request: find its prefix, load that, store the rest."""
+        """Play a whole request: look its keys up, load the found prefix, store the rest."""
         req_id = self.model.start(_prefixes()[chat][:length])
         request, keys = self.model.requests[req_id]
         found = self.model.look_up(req_id)
@@ -140,7 +141,7 @@ class _StackRules(RuleBasedStateMachine):
     @precondition(lambda self: self.model.requests)
     @rule(pick=_picks)
     def ask_once(self, pick: int) -> None:
-        """Look up keys, and end the request before the answer."""
+        """Look up each key once, and do not wait for answers that are None."""
         request, keys = self.model.requests[self._request(pick)]
         for key in keys:
             self.model.check_answer(key, self.model.manager.lookup(key, request), request)

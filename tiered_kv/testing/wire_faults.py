@@ -9,7 +9,8 @@
         def open_tier(self, proxy: FaultProxy) -> OpenTier:
             return lambda spec, view: MyTier(spec, view, "mine", host=proxy.host, port=proxy.port)
 
-`docs/how-to/testing.md` lists the promises, and what each check proves.
+pytest runs the checks on one thread, which acts as the scheduler's. `docs/how-to/testing.md` lists the promises that
+must stay true, and what each check proves.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 
-_HEAD_OFFSETS = (0, 1, 4, 10, 25, 60, 110, 180, 300)
+_HEAD_OFFSETS = (0, 1, 4, 10, 25, 60, 110, 180, 300)  # in bytes
 _TRANSFER_S = 0.5
-"""The time of a transfer that a fault is to interrupt."""
+"""Seconds that a slowed transfer takes, so that a fault comes in the middle of it."""
 _LOOKUPS_MAX = 100
 _POLL_S = 0.005
 _DESCRIPTORS = "/proc/self/fd"
@@ -53,7 +54,7 @@ class ByteFault(Enum):
 
 
 class LastingFault(Enum):
-    """A network that delivers nothing until the fault ends; with `DEAD` it resets and refuses connections."""
+    """A network on which no exchange succeeds until the fault ends. `DEAD` resets and refuses connections."""
 
     STALL_TO_SERVER = (Direction.TO_SERVER, Faults(stalls=True))
     STALL_TO_CLIENT = (Direction.TO_CLIENT, Faults(stalls=True))
@@ -62,7 +63,7 @@ class LastingFault(Enum):
 
 
 class ConnectionEnd(Enum):
-    """A fault of all open connections, once: a reset, or the half-close of one direction."""
+    """A single end of all open connections: a reset, or the half-close of one direction."""
 
     RESET = None
     NO_MORE_TO_SERVER = Direction.TO_SERVER
@@ -121,7 +122,7 @@ class WireBench:
             self.proxy.half_close(Direction(end.value))
 
     def play(self, keys: Sequence[OffloadKey], request: ReqContext | None = None) -> set[OffloadKey]:
-        """Look keys up and load those that are found, as a request does; return the loaded keys.
+        """Look keys up and load the found blocks, as a request does; return the loaded keys.
 
         A block whose load fails must be a miss for that request from then on.
         """
@@ -137,9 +138,9 @@ class WireBench:
         return loaded
 
     def expect_recovered(self, keys: Sequence[OffloadKey]) -> None:
-        """Check that the tier works, that lost blocks of `keys` are misses, and that all can be stored again.
+        """Check that the tier works, that lost blocks of `keys` are misses, and that all blocks can be stored again.
 
-        Connections that the fault left open may cost a bounded number of further jobs.
+        On connections that the fault left open, further jobs may fail; each check may take `recovery_s`.
         """
         self.until(self._works, "the tier does not work again, with no fault left")
         self.until(lambda: self._misses_lost(keys), f"blocks of {_hex(keys)} cannot be loaded, and stay answered True")
@@ -204,15 +205,15 @@ def a_store(bench: WireBench) -> tuple[list[OffloadKey], Callable[[], object]]:
 class TierUnderWireFaults:
     """Subclass it as `Test...`, and define the fixtures `server_address` and `open_tier`.
 
-    Configure the tier with timeouts longer than `job_timeout_s`, so that the checks test the deadlines of its jobs,
-    with a shorter `lookup_timeout`, and without a cache of answers.
+    Configure the tier with timeouts longer than `job_timeout_s`: the checks test the deadlines of its jobs. Give it a
+    shorter `lookup_timeout`, and no cache of answers.
 
     Attributes:
-        block_bytes, num_blocks: The region.
-        job_timeout_s: The deadline of jobs during a fault.
-        grace_s: How much later the tier may report them.
-        recovery_s: How long after a fault the tier may take to work again.
-        shutdown_limit_s: How long `shutdown` may take on a dead network.
+        block_bytes, num_blocks: The shape of the region.
+        job_timeout_s: Seconds from a job's submission to its deadline, during a fault.
+        grace_s: Seconds after its deadline in which the tier may still report a job.
+        recovery_s: Seconds after a fault in which the tier must work again.
+        shutdown_limit_s: Seconds that `shutdown` may take on a dead network.
     """
 
     block_bytes: ClassVar[int] = 4096
@@ -239,7 +240,7 @@ class TierUnderWireFaults:
 
     @pytest.fixture
     def proxy(self, server_address: tuple[str, int]) -> Iterator[FaultProxy]:
-        """The network; checks after the test that no thread or descriptor is left."""
+        """Return the network; check after the test that no thread or descriptor is left."""
         threads, descriptors = set(threading.enumerate()), len(os.listdir(_DESCRIPTORS))
         with FaultProxy(server_address) as proxy:
             yield proxy
@@ -318,7 +319,7 @@ class TierUnderWireFaults:
         with bench.lasting(LastingFault.DEAD):
             try:
                 bench.rig.reopen()
-            except TierError:  # an error is as good
+            except TierError:  # the tier may also refuse to open
                 is_open = False
             else:
                 is_open = True

@@ -1,7 +1,7 @@
-"""Accounts: each event of a block in a tier, counted once, and passed on to the history and to the followers of events.
+"""Accounts: they count each event of a block in a tier once, and pass it to the history and to the sink of events.
 
-`GuardedTier` and the manager call them on the scheduler's thread; any thread may read a snapshot. An account does no
-I/O. A block's event is derived once, from the job's result or from the tier's own report.
+`GuardedTier` and the manager call them on the scheduler's thread; any thread may call `measure`. An account does no
+I/O. What must stay true: a block's event comes once, from the job's result or from the tier's own report.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ EVENTS_MAX: Final = 1 << 12
 """Events of a tier's jobs that are kept until they are taken; the oldest are dropped."""
 
 _SETTLED_KEYS_MAX = 512
-"""Keys that `measure` takes from the history's queue, in about 100 us; more are left to the history's thread."""
+"""Keys that `measure` takes from the history's queue, in about 100 us; the history's thread takes the rest."""
 
 
 class TierAccount:
     """Counts the events of one guarded tier, and records them in the history and for followers. Owned by the manager's
     thread.
 
-    It takes each event once, by one method. Any thread may read `snapshot`.
+    It takes each event once, by one method.
 
-    `event_source` is the tier itself if its events are collected, else None. `GuardedTier` explains the others.
+    `event_source` is the tier itself if its events are collected, else None. `GuardedTier` explains other arguments.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TierAccount:
         self._counters = Counters(ACCOUNT.values())
         self._log_limit = LogLimit()
         self._lookup_seconds = Histogram(SHORT_SECONDS)
-        self._looked_up_s = 0.0
+        self._looked_up_s = 0.0  # beginning of the step of the last delayed answer
         self._job_seconds = {direction: Histogram(SECONDS) for direction in DIRECTIONS}
         self._job_bytes = {direction: Histogram(BYTES) for direction in DIRECTIONS}
         self._name = name
@@ -72,7 +72,7 @@ class TierAccount:
         self._job_events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._jobs_before_reset: frozenset[JobId] = frozenset()
         self._keys_before_reset: set[OffloadKey] = set()
-        """Keys of stores in flight at the last reset that no later store has. A tier may report them late."""
+        """Keys of stores in flight at the last reset that were not stored again since. A tier may report them late."""
 
     def notice(self, what: str) -> None:
         """Record a change of the tier's state."""
@@ -87,7 +87,7 @@ class TierAccount:
             self._history.note_lookup_timeout(self._number)
 
     def looked_up(self, seconds: float, step_s: float) -> bool:
-        """Note how long a late answer took; return whether it is the first in the step that began at `step_s`."""
+        """Note how long an answer took that was None before; return whether it is the first in the step of `step_s`."""
         is_first = self._looked_up_s != step_s
         if is_first:
             self._looked_up_s = step_s
@@ -99,7 +99,7 @@ class TierAccount:
         self._counters.add("refused_promotion_blocks_total")
 
     def too_slow(self, blocks: int, reason: TooSlow) -> None:
-        """Count blocks that the engine computes instead."""
+        """Count blocks that the engine computes, since the tier is too slow."""
         self._counters.add("too_slow_blocks_total", reason.value, count=blocks)
 
     # Jobs.
@@ -126,7 +126,7 @@ class TierAccount:
         self._counters.add("learning_jobs_total", reason.value)
 
     def reported(self, job: JobMetadata, seconds: float, *, is_late: bool) -> None:
-        """Record that the tier has reported a job, `is_late` after its deadline; otherwise `ended` follows."""
+        """Record that the tier has reported a job, `is_late` after its deadline; if in time, `ended` is called next."""
         direction = _direction_of(job)
         self._job_seconds[direction].add(seconds)
         self._job_bytes[direction].add(len(job.block_ids) * self._block_bytes)
@@ -160,7 +160,7 @@ class TierAccount:
         return Lost(stores, self._counters.total(failed, "load"))
 
     def expired(self, job: JobMetadata) -> None:
-        """Record a job at its deadline. In the history, a load's requests report its blocks."""
+        """Record a job at its deadline. The requests of a load report its blocks to the history."""
         self._counters.add("expired_jobs_total")
         self.failed(job, len(job.keys), Reason.EXPIRED)
         if self._history is not None and not job.is_promotion:
@@ -278,10 +278,9 @@ class EventSink(Protocol):
 
 
 class PrimaryAccount:
-    """Counts the stores and loads of the engine, and passes them on to the history and the sink of events, both
-    optional.
+    """Counts the engine's stores and loads, and passes them to the history and the sink of events.
 
-    Closes both. All methods belong to the manager's thread, unless they say otherwise.
+    Both are optional, and `close` closes both. All methods belong to the manager's thread, unless they say otherwise.
     """
 
     def __init__(
@@ -293,7 +292,7 @@ class PrimaryAccount:
         block_tokens: int,
     ) -> None:
         self._stored_blocks = self._loaded_blocks = 0
-        self._loaded_by_group: Counter[bytes] = Counter()  # an engine loads a token once for each of its groups
+        self._loaded_by_group: Counter[bytes] = Counter()  # an engine loads a token in each KV cache group
         self._rows = rows
         self._accounts = accounts
         self._history = history
@@ -303,7 +302,7 @@ class PrimaryAccount:
             rows.tell(history)
 
     def loaded(self, keys: Collection[OffloadKey], log: RequestLog | None, sources: Mapping[OffloadKey, str]) -> None:
-        """Record blocks that a request loads, and the tiers of promoted ones; with a history, it has a log."""
+        """Record blocks that a request loads, and the tiers of promoted ones. With a history, the request has a log."""
         if self._history is not None and log is not None:
             self._history.loaded(log, keys, sources)
         self._loaded_blocks += len(keys)

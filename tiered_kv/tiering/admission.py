@@ -18,7 +18,7 @@ TRACKED_KEYS_MAX = 1 << 20
 
 
 class Selection(NamedTuple):
-    """Offered blocks in three lists: to store, not admitted, and over the limit in flight."""
+    """Offered blocks in three lists: `stored`, `refused` (not admitted), and `late` (no room in the store budget)."""
 
     stored: list[CPUBlock]
     refused: list[CPUBlock]
@@ -26,10 +26,10 @@ class Selection(NamedTuple):
 
 
 class Admission:
-    """Admits a block when it is offered for the n-th time, so that blocks which are used once do not wear an SSD.
+    """Admits a block at its offer number `admit_after`, so that blocks which are used once do not wear an SSD.
 
-    Counts are kept in two generations: when the younger is full it replaces the older. So memory is bounded without
-    work for each key. Owned by the manager's thread.
+    Counts are kept in two generations. When the younger one is full, it replaces the older one: memory has a limit
+    without work for each key. Owned by the manager's thread.
     """
 
     reason: ClassVar[Reason] = Reason.ADMISSION
@@ -50,7 +50,7 @@ class Admission:
         """Note that a request begins. An earlier request with this id has ended."""
 
     def select(self, offered: list[CPUBlock], room: int, req_id: str) -> Selection:
-        """Choose at most `room` blocks of one request. An offer over `room` is not counted."""
+        """Choose at most `room` blocks of one request. The offer of a block without room is not counted."""
         if self.is_open():
             return Selection(offered[:room], [], offered[room:])
         stored: list[CPUBlock] = []
@@ -62,7 +62,7 @@ class Admission:
         return Selection(stored, refused, [])
 
     def again(self, loaded: list[CPUBlock], req_id: str) -> list[CPUBlock]:
-        """Return the blocks to offer again after a request has loaded them, not from this tier."""
+        """Return which blocks to offer again, of blocks that a request has loaded from elsewhere than this tier."""
         return loaded
 
     def note_hits(self, keys: Sequence[OffloadKey]) -> None:

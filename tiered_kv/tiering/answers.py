@@ -1,8 +1,8 @@
 """Checks of the values that a tier returns: a third-party tier may return anything.
 
-`GuardedTier`, `IsolatedTier` and `ask_tier` call them on their own threads, for each value before it reaches the
-engine. Each function returns a value of the right type, or raises `WrongValueError`. Only a type that cannot be
-mistaken is converted: the text "no" is true, and so is the coroutine of a method that was made `async` by mistake.
+All users of a tier in this package call these functions, each on its own thread, before a value reaches the engine.
+Each function returns a value of the right type, or raises `WrongValueError`. No value is converted by its truth: the
+text "no" is true, and so is the coroutine of a method that was made `async` by mistake.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ _REASON = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
 class WrongValueError(TypeError):
-    """A tier has returned a value of the wrong type. Its text has no value of the tier: that might be a secret."""
+    """A tier has returned a value of the wrong type. The error's text omits the value, which might be a secret."""
 
     def __init__(self, wanted: str, found: object) -> None:
         super().__init__(f"expected {wanted}, found {type(found).__name__}")
 
 
 def tier_exceptions() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that a tier may raise on the scheduler's thread without effect; called only when something
-    was raised.
+    """Return the types of a tier's exceptions that the scheduler's thread catches. Python asks only after an exception.
 
-    `KeyboardInterrupt` and `SystemExit` go on: a signal handler may have raised them while the tier was called.
+    `KeyboardInterrupt` and `SystemExit` pass: a signal handler may have raised them while the tier was called.
     """
     cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", Exception)  # the core does not import asyncio
     return Exception, GeneratorExit, cancelled
@@ -62,7 +61,7 @@ def checked_answers(answers: Any, count: int) -> list[bool | None]:  # Any: from
 
 
 def checked_result(result: object) -> JobResult:
-    """Return a result of `get_finished`. If only its job is certain, the job has failed."""
+    """Return a result of `get_finished`. If only its job's id is valid, the job has failed."""
     if not isinstance(result, JobResult):
         raise WrongValueError("a JobResult", result)
     job_id = result.job_id
@@ -95,7 +94,7 @@ def checked_keys(keys: Any) -> list[OffloadKey]:  # Any: from a third-party tier
 
 
 def checked_event(event: Any) -> OffloadingEvent:  # Any: from a third-party tier
-    """Return an event of `take_events`. Only its keys, and whether they were removed, are the tier's."""
+    """Return an event of `take_events`. Only `keys` and `removed` are checked: the caller replaces the other fields."""
     if not isinstance(event, OffloadingEvent):
         raise WrongValueError("an OffloadingEvent", event)
     return OffloadingEvent(checked_keys(event.keys), event.block_size, event.medium, checked_flag(event.removed))

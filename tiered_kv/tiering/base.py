@@ -4,7 +4,8 @@ The author of a tier implements `SecondaryTierManager`; a `GuardedTier` calls it
 thread of `IsolatedTier`. These things must stay true:
 
 - A submission does not wait. Each job is reported once, by `SecondaryTierManager.get_finished`.
-- Until a job is reported the tier may use its rows, and nobody else does. Afterwards the tier uses none of them.
+- Until a job is reported its rows belong to the job: others may only read the rows of a store. Afterwards the tier uses
+  none of these rows.
 - A *cascade* store copies blocks from the region of the primary tier into the tier. A *promotion* load copies them
   back. A load reports only blocks with their stored bytes.
 
@@ -47,7 +48,7 @@ class JobMetadata:
         is_promotion: True for a load into the region, False for a store out of it.
         req_context: The request; without an id, the blocks belong to no running request.
         deadline: When the job expires, in seconds of `time.monotonic()`; None for never. A tier may cancel a job
-            that cannot meet it, but must still report the job: its blocks are not reused before the report.
+            that cannot meet it, but must still report the job: its rows are not reused before the report.
     """
 
     job_id: JobId
@@ -60,13 +61,13 @@ class JobMetadata:
 
 @dataclass
 class JobResult:
-    """How a job ended. After the report the tier must not touch the job's blocks any more.
+    """How a job ended. After the report the tier must not touch the job's rows any more.
 
     Args:
         job_id: The job.
         success: True if every key succeeded.
-        successful_keys: If not all keys succeeded, the keys that did; None if all have the outcome of `success`.
-        reason: Why keys failed: a `Reason`, or one word of the tier's own for the counters; empty if it names none.
+        successful_keys: The keys that succeeded, if not all did; None if all keys have the outcome of `success`.
+        reason: Why keys failed: a `Reason`, or one word of the tier's own for the counters; empty if unknown.
         ended_s: When the job ended, in seconds of `time.monotonic()`; default the time of the report.
     """
 
@@ -95,8 +96,8 @@ class TierSpec:
         name: The tier's name, unique in the stack.
         block_bytes: Bytes of one block.
         namespace_digest: 16 bytes: a digest of all fields that must agree before blocks are interchangeable. By default
-            a random one: no other tier shares it, nor does this one when it is opened again.
-        namespace: These fields in readable form, to be stored beside the data.
+            it is random: no other tier has it, and this tier gets another one when it is opened again.
+        namespace: The fields of the digest in readable form, to be stored beside the data.
         wants_events: Whether the tier's events are used. If not, the tier need not collect any.
         memory: If set, `JobMetadata.block_ids` are byte offsets into it, and the tier's view only has the right sizes.
             If None, they are rows of the view.
@@ -124,10 +125,10 @@ class TierSpec:
         """Return the configuration in a tier's `offloading_spec`, which may be an engine's own object.
 
         An object without a `namespace_digest` gets a namespace that no other tier shares. A constructor that needs the
-        result before `SecondaryTierManager.__init__` passes it to that in place of the object.
+        result early passes the result to `SecondaryTierManager.__init__`, in place of the object.
 
         Raises:
-            ConfigError: The object has a `namespace_digest` that is none.
+            ConfigError: The object's `namespace_digest` is not 16 bytes.
         """
         if isinstance(offloading_spec, cls):
             return offloading_spec if offloading_spec.name else replace(offloading_spec, name=tier_type)
@@ -149,22 +150,22 @@ _OF_OTHERS: Final[Mapping[str, type]] = {
     "wants_events": bool,
     "memory": memoryview,
 }
-"""What `TierSpec.of` takes of an object of another class, if it has the type."""
+"""The attributes that `TierSpec.of` reads from an object of another class, if they have this type."""
 
 
 class SecondaryTierManager(ABC):
     """One storage tier behind the primary tier.
 
-    The manager calls every method but `stats` from one thread. If `is_nonblocking` is True, this is the scheduler's
-    thread: each call must return within microseconds and do no I/O, as with the base classes of `tiered_kv.toolkit`. If
-    it is False, the tier gets its own thread, and a slow call costs hits but no scheduler time.
+    One thread calls every method but `stats`, `describe` and `has_saved_reset`. If `is_nonblocking` is True, this is
+    the scheduler's thread: each call must return within microseconds and do no I/O, as with the base classes of
+    `tiered_kv.toolkit`. If it is False, the tier gets its own thread, and a slow call costs hits but no scheduler time.
 
     An exception, or a value of a wrong type, is a miss or a failed job, and is counted. If `submit_store` or
-    `submit_load` raises, the tier must not touch the job's blocks, and must not report the job.
+    `submit_load` raises, the tier must not touch the job's rows, and must not report the job.
 
     Args:
-        offloading_spec: The configuration. A stack passes a `TierSpec`. Engines may pass an object of their own, of
-            which `TierSpec.of` makes one.
+        offloading_spec: The configuration. A stack passes a `TierSpec`. Engines may pass an object of their own, which
+            `TierSpec.of` converts.
         primary_kv_view: The primary tier's region, writable, of shape (num_blocks, block_bytes).
         tier_type: The name under which the tier was registered, for messages and counters.
 
@@ -174,7 +175,7 @@ class SecondaryTierManager(ABC):
 
     is_nonblocking: ClassVar[bool] = False
     takes_offsets: bool = False
-    """Whether the tier supports `TierSpec.memory`, as the toolkit's tiers do. Others work only below a manager."""
+    """Whether the tier supports `TierSpec.memory`, as the toolkit's tiers do. Other tiers work only below a manager."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str) -> None:
         self.tier_spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)
@@ -202,19 +203,19 @@ class SecondaryTierManager(ABC):
 
     @property
     def lookup_failures(self) -> int:
-        """How many lookups were answered with False because the answer was unknown. The breaker watches it."""
+        """How many lookups got the answer False because the answer was unknown. The breaker watches this number."""
         return 0
 
     @property
     def relocated_blocks(self) -> int:
-        """How many blocks the tier has written again inside its storage, as to make room. A `write_budget` counts them.
+        """How many blocks the tier has moved inside its storage, such as to make room. A `write_budget` counts them.
 
         Reads memory only.
         """
         return 0
 
     def explain_failure(self, reason: str) -> str:
-        """Return the last failure for a job's `reason` and its remedy, for the log; empty if that is not known.
+        """Return the last failure for a job's `reason` and its remedy, for the log; empty if the tier knows none.
 
         An empty reason stands for lookups. Reads memory only. A tier that is not `is_nonblocking` is not asked.
         """
@@ -228,8 +229,9 @@ class SecondaryTierManager(ABC):
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Note the use of blocks, for tiers that evict by use, or by age.
 
-        The blocks were used in a tier above, such as the primary one, or named by the engine. They come a few times a
-        second, 512 at most, without a request: the last used first, and the blocks of a request head first.
+        The blocks were used in a tier above, such as the primary one, or named by the engine. A manager calls a few
+        times a second, mostly with 512 blocks at most, without a request id. The last used blocks come first, and the
+        blocks of one request in the order of its prefix.
         """
         return
 
@@ -244,7 +246,7 @@ class SecondaryTierManager(ABC):
         """Return how the tier wants the request's blocks: each once (the default), or all of them at its end.
 
         "All" means every block that the request stored, loaded or touched and the primary tier still has. Other
-        requests may have written some of them. They come as one store within the budget, before `on_request_finished`.
+        requests may have written some of them. One store brings them, within the budget, before `on_request_finished`.
         """
         return RequestOffloadingContext()
 
@@ -252,8 +254,8 @@ class SecondaryTierManager(ABC):
         """Forget the request's state, such as cached answers.
 
         Called once for each request, at the latest before `shutdown`. All jobs of the request have been submitted, and
-        may still be in flight; none follows. The manager waits for the request's last stores, but not for ever: the
-        blocks of later ones, and blocks that fill this tier later, come with a context without an id.
+        may still be in flight; none follows. The manager waits a limited time for the request's last stores. Blocks
+        that come to this tier later have a context without an id.
         """
         return
 
@@ -271,7 +273,7 @@ class SecondaryTierManager(ABC):
 
     @property
     def has_saved_reset(self) -> bool:
-        """Whether the storage has the last reset: it holds after an end of this process, too. Any thread may ask."""
+        """Whether the storage has recorded the last reset, for later processes too. Any thread may ask."""
         return True
 
     @property
@@ -292,7 +294,7 @@ class SecondaryTierManager(ABC):
     def stats(self) -> Mapping[str, Any]:  # Any: a number, or a mapping of numbers by label
         """Return the tier's counters and gauges by name, in the form of `tiered_kv.metrics.counters.Counters.snapshot`.
 
-        Reads memory only. If `is_nonblocking` is True, any thread may call it, while the scheduler's calls others.
+        Reads memory only. If `is_nonblocking` is True, any thread may call it during a call of the scheduler's thread.
         """
         return {}
 

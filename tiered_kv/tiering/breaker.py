@@ -1,7 +1,7 @@
 """The circuit breaker of a guarded tier: a tier that failed several times in a row gets no jobs and no lookups.
 
-`GuardedTier` and `Outages` tell it of successes and failures, on the scheduler's thread. While it is open, nothing
-reaches the tier. After a pause one job at a time may probe, so an outage ends without help.
+`GuardedTier` and `Search` report successes and failures to it, on the scheduler's thread. While it is open, no job and
+no lookup reaches the tier. After a pause, one job at a time may probe the tier, so an outage ends without an operator.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Breaker:
         self._opened_at_s = 0.0
 
     def succeed(self) -> None:
-        """Note that a job succeeded, and close."""
+        """Note that a job succeeded, and close the breaker."""
         self._failures = 0
         self.cause = ""
         self.state = BreakerState.CLOSED
 
     def fail(self, now_s: float, cause: str = "") -> None:
-        """Note that a job or lookup failed, or was not answered in time, and why, in words for the log."""
+        """Note that a job or lookup failed, or was not answered in time; `cause` says why, for the log."""
         self.cause = cause or self.cause
         if self.state is BreakerState.OPEN:
-            return  # the failure of a job from before it opened: it must not delay the probe
+            return  # a job from before the breaker opened has failed: the probe must not be delayed
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN or self._failures >= self._failures_max:
             self.times_opened += 1
@@ -50,7 +50,7 @@ class Breaker:
             self._opened_at_s = now_s
 
     def answer(self) -> None:
-        """Note that the tier has reported an expired job; if open, let a probe through now."""
+        """Note that the tier has reported an expired job; an open breaker lets a probe through now."""
         if self.state is BreakerState.OPEN:
             self.state = BreakerState.HALF_OPEN
 

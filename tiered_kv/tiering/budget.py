@@ -18,7 +18,7 @@ class Budget:
     expired_blocks: int = 0
     """The part of `blocks` that belongs to expired jobs. When these blocks become free is unknown."""
     reserved_blocks: int = 0
-    """Blocks of jobs that will be submitted later: promotions of this step, `reserve_stores` of the manager."""
+    """Blocks of jobs that will be submitted later: promotions of this step, or blocks of `reserve_stores`."""
 
     @property
     def room(self) -> int:

@@ -1,7 +1,7 @@
 """The cascade: blocks of the primary tier are offered to the secondary tiers, and stored in the tiers that select them.
 
-The manager calls it for blocks that an engine has written or loaded, and `Promotions` for blocks that a tier has
-brought; both on the manager's thread. A block stays pinned until each tier that selected it has reported its store.
+The manager calls it for blocks that an engine has written or loaded, and `Promotions` for promoted blocks, both on the
+manager's thread. A block stays pinned until each tier that selected it has reported its store.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cascade:
     def commit(
         self, written: list[CPUBlock], keys: list[OffloadKey], tiers: Iterable[GuardedTier], req_context: ReqContext
     ) -> bool:
-        """Offer blocks that an engine has just written, now ready, to `tiers`; return whether one selects all."""
+        """Make blocks ready that an engine has written, and offer them to `tiers`; return whether one selects all."""
         context = self._requests.context_of(req_context)
         selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written, context))]
         if all(len(blocks) == len(written) for _, blocks in selections):
@@ -73,7 +73,7 @@ class Cascade:
             self.offer(again, (guarded,), self._requests.context_of(req_context))
 
     def offer_promoted(self, ready: list[CPUBlock], req_context: ReqContext) -> None:
-        """Offer blocks that were promoted from one tier to the tiers above it that have `fill_on_promotion`."""
+        """Offer blocks of a promotion to the tiers above their source that have the setting `fill_on_promotion`."""
         context = self._requests.context_of(req_context)
         state = self._requests.get(context)
         if self._is_stopped or (state is not None and state.hints.skips_store):

@@ -1,8 +1,8 @@
 """The calls of an engine's scheduler in its steps: lookups, stores, loads, requests, and a step's end.
 
-`TieringOffloadingManager` adds the calls outside of steps. All belong to one thread, the scheduler's. What must stay
-true: no call waits or does I/O, and a lookup answers True only for a block that is whole in the primary tier. Rows,
-pins and evictions are `PrimaryRows`'. What is known of requests is `RequestTable`'s.
+`TieringOffloadingManager` adds the calls outside of steps. All calls belong to one thread, the scheduler's. What must
+stay true: no call waits or does I/O, and a lookup answers True only for a block that is whole in the primary tier.
+`PrimaryRows` owns rows, pins and evictions, and `RequestTable` owns the states of requests.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class EngineCalls(CacheManager):
         self._lookup_below = self._search.below
         self._many = ManyLookups(primary, self._tiers, self._requests, self._search, clock)
         self._prefetches = Prefetches(primary, self._promotions, self._search)
-        # A step's end with nothing to do is free: what has something to do at each is known from here on.
+        # The end of a step without work costs nothing: the parts that act at each step's end are chosen here.
         self._gathering_tiers = tuple(guarded for guarded in self._tiers if guarded.overrides("on_schedule_end"))
         self._has_event_sink, self._has_history = event_sink is not None, history is not None
         accounts = [guarded.account for guarded in self._tiers]
@@ -108,7 +108,7 @@ class EngineCalls(CacheManager):
     # Lookups.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        STEP.pauses_left = PAUSES_MAX  # `STEP.begin`: a call would take half as long as all else
+        STEP.pauses_left = PAUSES_MAX  # `STEP.begin` inlined: its call would take half as long as the rest
         primary = self.primary
         block = primary.blocks.get(key)
         if block is not None and block.ref_cnt >= self._requests.ready_min:
@@ -189,7 +189,7 @@ class EngineCalls(CacheManager):
         state = requests.state_of(req_context)
         if requests.is_outdated(req_context):
             state.stores.is_kept = False
-            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])  # after None an engine would try again in each step
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])  # after None an engine would try in each step
         chain = state.chain_in(req_context)
         stored, has_present = primary.find_absent(keys)
         if state.hints.skips_store:
@@ -201,7 +201,7 @@ class EngineCalls(CacheManager):
             state.stores.note(keys)
             if blocks is not None:
                 state.stores.pending += len(stored)
-                state.stores.is_kept &= len(stored) == len(keys)  # tiers may have skipped the others
+                state.stores.is_kept &= len(stored) == len(keys)  # tiers may have skipped present blocks
         if blocks is None:
             return None
         if has_present:
@@ -249,7 +249,7 @@ class EngineCalls(CacheManager):
         known = self._requests.get(req_context)
         stores_pending = 0
         if known is not None and known.is_finished:  # the id is reused while the last stores are in flight
-            stores_pending = known.stores.pending  # they are told apart by the id alone
+            stores_pending = known.stores.pending  # only the id says to which request a store belongs
             self._end_request(known)
         state = self._requests.state_of(req_context)
         if self._requests.pushed_out:
@@ -270,7 +270,7 @@ class EngineCalls(CacheManager):
         state = self._requests.get(req_context) if req_context.req_id else None
         if state is None:
             return
-        if state.stores.request_level:  # other requests' stores and promotions
+        if state.stores.request_level:  # wait for stores and promotions of other requests too
             writing = self.primary.writing(state.stores.keys)
             state.stores.unready = [block.key for block in writing if block.writer != req_context.req_id]
         if state.stores.pending > 0 or state.stores.unready:
@@ -326,7 +326,7 @@ class EngineCalls(CacheManager):
             guarded.call("on_request_finished", state.req_context)
 
     def _leave(self, state: RequestState) -> None:
-        """Let a request wait for nothing any more."""
+        """End everything that a request waits for: lookups, promotions, room and its prefetch."""
         self._search.forget(state)
         self._promotions.leave(state)
         if state.loads.waits_for_room:

@@ -1,7 +1,7 @@
 """The factory of secondary tiers: it makes them from their settings.
 
-The opening of a stack, of `DirectTiers` and of vLLM's tier call it, on the thread that opens. A tier that is `required`
-is open when `create` returns, or `create` raises. A tier that is not required delays an opening a limited time.
+A stack, `DirectTiers` and vLLM's tier call it when they open, on the thread that opens them. What must stay true: a
+`required` tier is open when `create` returns, or `create` raises. Another tier delays the opening by `_OPTIONAL_S`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SEED_ARGUMENTS = 3
 """offloading_spec, primary_kv_view, tier_type."""
 
 _OPTIONAL_S: Final = 5.0
-"""How long an opening waits for a tier that is not `required`."""
-_OF_SUPER = ("tier_type", "tier_spec", "is_nonblocking", "takes_offsets")
+"""Seconds, at most, that an opening waits for a tier that is not `required`."""
+_OF_SUPER = ("tier_type", "tier_spec", "is_nonblocking", "takes_offsets")  # attributes of every tier
 _NO_SUPER = "its class does not call super().__init__(offloading_spec, primary_kv_view, tier_type)"
 
 
@@ -73,7 +73,7 @@ class SecondaryTierFactory:
 
             def open_it() -> SecondaryTierManager:
                 tier = tier_class(*arguments, **keywords)
-                # A property of a third-party class may raise; here that names the tier.
+                # A property of a third-party class may raise; here the error gets the tier's name.
                 if not all(hasattr(tier, name) for name in _OF_SUPER):
                     raise TierError(_NO_SUPER, tier=checked.name, operation="open")
                 return tier
@@ -100,7 +100,7 @@ def _within_its_time(
     open_it: Callable[[], SecondaryTierManager],
     stand_in: Callable[[], LateTier],
 ) -> SecondaryTierManager:
-    """Return the open tier; if it is not `required`, else one that stands for it until it can be opened."""
+    """Return the open tier. If it is not `required` and not open in time, return a `LateTier` that stands for it."""
     if not settings.required:
         late = stand_in()
         return late.wait(min(_OPTIONAL_S, settings.open_timeout)) or late
@@ -144,7 +144,7 @@ def _check_keywords(tier_class: Callable[..., object], keywords: Mapping[str, ob
 
 
 def _keywords_of(tier_class: Callable[..., object]) -> list[str] | None:
-    """Return which arguments a class takes by keyword beside the first three; None if it takes any, or hides them."""
+    """Return a class's keyword arguments beside the first three; None if it takes any keyword, or hides them."""
     try:
         parameters = inspect.signature(tier_class).parameters.values()
     except (TypeError, ValueError):  # a class of an extension module, for example

@@ -1,7 +1,7 @@
-"""What the registry of a stack reads of a guarded tier: its account, its gauges, and what the tier counts itself.
+"""The entry of a guarded tier in the registry of its stack: its account, its gauges, and the tier's own counters.
 
-Whoever guards a tier calls `report_tier` once: a manager, the tiers of a caller's memory, vLLM's tier. Any thread may
-take a snapshot of the registry then. The gauges are read without a lock: each is right at some moment of the step.
+A manager, `DirectTiers` and vLLM's tier call `report_tier` once, after they have guarded the tier. Then any thread may
+take a snapshot of the registry. The gauges are read without a lock: each is right at some moment of the step.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ misses. The engine computes their blocks and stores them. Each is compared with 
 
 - In the primary tier: the engine writes into a *spare row* instead, and both rows are compared.
 - In a secondary tier: the engine stores it as any new block, and the tier's copy is loaded into a spare row.
+
+`AuditedManager` calls it, and `GuardedTier` reports its loads to it, on the manager's thread. What must stay true: an
+audited request uses no stored block, and a spare row is free once its comparison or its job has ended.
 """
 
 from __future__ import annotations
@@ -33,20 +36,20 @@ from tiered_kv.tiering.requests import RequestTable
 logger = logging.getLogger("tiered_kv.tiering.audit")
 
 DURATION_MAX_S: Final = 60.0
-"""How long an audit may take, from its request's first lookup on."""
+"""Seconds that an audit may take, from its request's first lookup on."""
 LOGGED_KEYS_MAX: Final = 8
 _SHOWN_MAX: Final = 1e3
-"""The largest difference that a counter shows. Infinite ones come from values of an unknown type, or not finite."""
+"""The largest difference that a gauge shows. Values of an unknown type, or not finite, have an infinite difference."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditRules:
     """The audit's settings."""
 
-    share: float  # of the requests that are audited, above 0 and up to 1
+    share: float  # the part of requests that is audited, above 0 and up to 1
     tolerance: float  # the largest difference (`difference_of`) that counts as close
-    stops: bool = False  # a tier whose block differs is not used any more
-    dtype: str = "auto"  # of the namespace
+    stops: bool = False  # whether a tier is not used any more once a block of it differs
+    dtype: str = "auto"  # the type of values, from the namespace
 
 
 class Audit:
@@ -73,11 +76,11 @@ class Audit:
         self._clock = clock
         self._spare_rows = SpareRows(primary, requests, rules.dtype)
         self._numbers = itertools.count()
-        self._current: Audited | None = None
-        self._written: dict[OffloadKey, Pair] = {}  # the engine is writing their spare rows
-        self._loads: dict[SubmittedJob, list[Pair]] = {}
+        self._current: Audited | None = None  # the audit that runs
+        self._written: dict[OffloadKey, Pair] = {}  # pairs whose spare row the engine is writing
+        self._loads: dict[SubmittedJob, list[Pair]] = {}  # pairs whose spare row a job is loading
         self._verdicts = {name: Counter[str]() for name in (PRIMARY_NAME, *(guarded.name for guarded in tiers))}
-        self._largest: dict[str, float] = {}  # by tier
+        self._largest: dict[str, float] = {}  # the largest difference, by tier
         self._abandoned: Counter[str] = Counter()  # by reason
         self._num_requests = self._busy_requests = 0
 
@@ -87,7 +90,7 @@ class Audit:
         return self._spare_rows.in_flight
 
     def measure(self) -> Iterator[tuple[str, list[Family]]]:
-        """Yield counters, for a `Registry`; those of the whole audit are the primary tier's. Any thread may call."""
+        """Yield counters, for a `Registry`. Counters of the whole audit are the primary tier's. Any thread may call."""
         largest, stopped = self._largest.copy(), self.stopped.copy()
         for name, verdicts in self._verdicts.items():
             gauges = {"audit_largest_difference_ratio": largest[name]} if name in largest else {}
@@ -101,7 +104,7 @@ class Audit:
     # The engine's calls.
 
     def audit_only(self, group: AuditedGroup) -> None:
-        """Compare the blocks of one KV cache group of several."""
+        """Compare only the blocks of one KV cache group, for an engine with several groups."""
         self._spare_rows.group = group
 
     def begin(self, req_context: ReqContext) -> None:
@@ -172,9 +175,9 @@ class Audit:
         context: ReqContext,
         success: bool,
     ) -> None:
-        """Process a store of a request that has ended; `written` are its blocks outside of spare rows.
+        """Process the end of a request's store; `written` are the store's blocks outside of spare rows.
 
-        `context` is the request's context for jobs: one of no request if the request is over.
+        `context` is the request's context for jobs. If the request is over, it has no request id.
         """
         for pair in [self._written[key] for key in keys if key in self._written]:
             if pair.spare.writer == req_id:
@@ -215,7 +218,7 @@ class Audit:
     # Events of tiers and of time.
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
-        """Process a load that was reported."""
+        """Process a load that the tier has reported."""
         loaded = job.loaded_keys(result)
         for pair in self._loads.pop(job):
             if job.is_expired:
@@ -295,7 +298,7 @@ class Audit:
         return PrepareStoreOutput(ordered, spec, [*output.evicted_keys, *evicted])
 
     def _load(self, audited: Audited, guarded: GuardedTier, blocks: list[CPUBlock], req_context: ReqContext) -> None:
-        """Load a tier's copies of blocks that the engine has just stored into spare rows."""
+        """Load into spare rows a tier's copies of blocks that the engine has just stored."""
         pairs = self._spare_rows.pair(audited, blocks[: max(guarded.load_room(), 0)], req_context, [], guarded.name)
         self._abandon("no_room", len(blocks) - len(pairs))
         if not pairs:
@@ -309,7 +312,7 @@ class Audit:
             self._end_pair(pair, "failed_load")
 
     def _end_pair(self, pair: Pair, failure: str = "") -> None:
-        """Compare a pair whose spare row was filled; release it if that failed or its audit has ended."""
+        """Compare a pair whose spare row is filled. After a `failure`, or when its audit has ended, release it."""
         if pair.audited is not self._current:  # already counted in `_end`
             self._spare_rows.release(pair)
         elif failure:
