@@ -1,6 +1,8 @@
-"""The epoch of a namespace in a server, which is in the names of its blocks: `tkv1:<namespace>:<epoch>:<key>`.
+"""The names of a namespace's blocks in a server, `tkv1:<namespace>:<epoch>:<key>`, and the mark of the epoch.
 
-A reset replaces the epoch; see `tiered_kv.toolkit.epoch`. Its mark is under `tkv1:<namespace>:epoch`.
+A reset replaces the epoch; see `tiered_kv.toolkit.epoch`. The mark is the value of `tkv1:<namespace>:epoch`.
+The tier's workers, its opening and its description call `KeySpace`, and so do the commands. Before a store, the server
+must have the epoch's mark.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from tiered_kv_redis.topology import Topology
 
 KEY_PREFIX = b"tkv1:"
 MARK_PAUSE_S = 1.0
-"""How often the mark is read while blocks are stored or used: a server evicts the least recently read values."""
+"""Seconds between two reads of the mark, while blocks are stored or used. So the server does not evict it."""
 
 
 class KeySpace:
@@ -39,7 +41,7 @@ class KeySpace:
     # Worker threads.
 
     def prefix(self, deadline: float, *, is_saved: bool = False) -> bytes:
-        """Return the prefix of the epoch's blocks. With `is_saved`, as before a store, the server has its mark."""
+        """Return the beginning of the names of the epoch's blocks. With `is_saved`, the server then has the mark."""
         try:
             value = self.epoch.saved_value(deadline) if is_saved else self.epoch.value(deadline)
         except TimeoutError:
@@ -47,12 +49,12 @@ class KeySpace:
         return self._prefix + value.encode() + b":"
 
     def contact(self, deadline: float) -> None:
-        """Join or save the epoch, and get an answer from the server in any case."""
+        """Join the epoch or save its mark. Then ask the server, which `prefix` may not have done."""
         self.prefix(deadline, is_saved=True)
         self._call(deadline, b"STRLEN", b"epoch")
 
     def check_writes(self, deadline: float, block_bytes: int) -> None:
-        """Send the commands that write, such that nothing changes, and one as long as a block."""
+        """Check that the server accepts a command as long as a block, a delete and a write. No block changes."""
         self._call(deadline, b"STRLEN", bytes(block_bytes))
         self._call(deadline, b"UNLINK", b"none")
         self._call(deadline, b"SET", b"namespace", self._described)
@@ -60,7 +62,7 @@ class KeySpace:
     def recheck(self, deadline: float) -> None:
         """Check the mark if a connection was opened since `prefix`: the server may have an older mark now.
 
-        At once, because this process may stay idle for long.
+        The check does not wait for the next transfer, since this process may stay idle for long.
         """
         with contextlib.suppress(NodeError):
             self.prefix(deadline)
@@ -88,7 +90,7 @@ class KeySpace:
         self._call(deadline, b"UNLINK", b"epoch")
 
     def describe(self, deadline: float) -> None:
-        """Store the namespace in readable form, for people, if it is known; in a cluster another server may have it."""
+        """Store the namespace in readable form, if this process knows it. A failure is ignored."""
         with contextlib.suppress(NodeError):
             if self._described:
                 self._call(deadline, b"SET", b"namespace", self._described)

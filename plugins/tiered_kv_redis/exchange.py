@@ -27,7 +27,7 @@ from tiered_kv_redis.replies import Buffer, Refusal, Reply
 Failures = dict[int, RedisReason]  # why blocks failed, by their position in a batch
 _STORED = b"+OK\r\n"
 _LONG_BYTES = (1 << 20) - (1 << 10)
-"""From here on, a server may close a connection for one value: the least `client-query-buffer-limit` is 1 MiB."""
+"""A server may close the connection for one value of this length: the least `client-query-buffer-limit` is 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Transfer:
     ttl_ms: int | None = None  # None: blocks do not expire
     send_bytes: int = 1 << 20  # records in one call to send, plus at most one block
     pipeline_bytes: int = 1 << 20
-    """Replies that may be pending; two blocks are always allowed. A server buffers replies that it cannot send yet,
-    which for many large blocks is slower than sending them one by one."""
+    """Bytes of replies that may be pending; two blocks are always allowed. A server buffers replies that it cannot send
+    yet. For many large blocks, this is slower than sending them one by one."""
 
 
 class Exchange(ABC):
@@ -78,13 +78,13 @@ class Exchange(ABC):
         """Read the replies, counting each in `answered`, and send the remaining commands."""
 
     def fail(self, reason: RedisReason) -> None:
-        """End the exchange early: blocks without a reply failed. The first reason counts."""
+        """End the exchange early. Each block without a reply fails with the first reason of the exchange."""
         self.failure = self.failure or reason
         for position in self.positions[self.answered :]:
             self.failures.setdefault(position, self.failure)
 
     def closing_reason(self) -> RedisReason | None:
-        """Return why a server that answers would have closed the connection; None if that is not known."""
+        """Return the likely reason why a server that still answers closed the connection; None if unknown."""
         return ServerFailure.QUERY_BUFFER if self.longest_bytes >= _LONG_BYTES else None
 
     def refuse(self, position: int, reply: Refusal) -> None:
@@ -140,7 +140,7 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
 def _begin(exchange: Exchange, link: Link, deadline: float) -> None:
     with suppress(
         BrokenPipeError, ConnectionResetError
-    ):  # the server has closed the connection, and may have said why: `finish` reads it
+    ):  # the server closed the connection. It may have sent a reason, which `finish` reads
         exchange.begin(link, deadline)
 
 

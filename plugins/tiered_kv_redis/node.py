@@ -34,7 +34,7 @@ _PAUSE_MIN_S = 0.05
 _PAUSE_MAX_S = 2.0
 _RENEW_PAUSE_S = 0.5
 _NARROW_S = 600.0
-"""How long loads ask for less: the connection may have been closed for another reason, such as by a proxy."""
+"""How long loads ask for fewer bytes at once, after a closed connection. A proxy may have closed it instead."""
 _PROBE_NAME = "tkv1:probe"  # no block has it
 
 
@@ -42,8 +42,8 @@ class Node:
     """A server and the connections to it. Any thread may call.
 
     After a failure the server is down: `take` fails at once, so its keys cost no time. A background thread probes it
-    after 50 ms and then after twice as long each time, up to two seconds, until it answers. `on_failure` is called
-    after each failure, also of a probe.
+    after 50 ms and then after twice as long each time, up to two seconds, until it answers. `on_connect` is called
+    after each new connection, and `on_failure` after each failure, also of a probe: both on any thread.
 
     Attributes:
         said: The last text of a server or library, by reason; the servers of a tier share it.
@@ -73,7 +73,7 @@ class Node:
         self._down_reason: RedisReason | None = (
             None  # None while the server is in use; any thread sets it, the prober clears it
         )
-        self._renewed_s = -math.inf  # connections opened before it are not used again
+        self._renewed_s = -math.inf  # time of the last `renew`; connections opened before are not used again
         self._prober = BackgroundTask(self._probe, "tiered-kv-redis-probe")
 
     @property
@@ -121,7 +121,7 @@ class Node:
     def renew(self) -> None:
         """Use new connections from now on, at most twice a second: the address may lead to another server.
 
-        The server that refuses stores is not the master any more, and keeps its connections open.
+        A server that refuses stores is a former master, and it keeps its connections open.
         """
         now_s = time.monotonic()
         if now_s - self._renewed_s >= _RENEW_PAUSE_S:
@@ -130,13 +130,13 @@ class Node:
             self._on_failure()
 
     def narrow(self, pending_bytes_max: int) -> None:
-        """Let loads have at most these bytes of replies pending for a while, or until the server has been down."""
+        """Limit the pending replies of loads to these bytes, for `_NARROW_S` or until a probe succeeds."""
         self._is_cut_off = True
         self._pending_bytes_max = min(self.pending_bytes_max or pending_bytes_max, pending_bytes_max)
         self._narrow_until_s = time.monotonic() + _NARROW_S
 
     def note_loaded(self) -> None:
-        """Note that a load has ended. If connections were closed before, that was no outage: log it."""
+        """Note that a load has ended. If a connection was closed before it, the cause was no outage: log that."""
         if self._is_cut_off:
             self._is_cut_off = False
             if self._limit.take() is not None:
@@ -180,7 +180,7 @@ class Node:
         return None
 
     def retire(self) -> None:
-        """Close the connections to a server that has no blocks any more; connections in use when they are given
+        """Close the idle connections to a server that has no blocks any more. Used ones are closed when they are given
         back."""
         self._closing.set()
         self._close_idle()

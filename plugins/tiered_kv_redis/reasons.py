@@ -1,7 +1,7 @@
-"""Reasons of failures: those that all tiers have, and those of this tier, as enums.
+"""Reasons of this tier's failures, as enums, and the sentences that explain them. Any thread uses them.
 
-If the server of a job's blocks cannot be used while others can, the reason is `Reason.UNANSWERED`: no failure of the
-tier. Any thread uses it.
+`Reason` has the reasons of all tiers, `ServerFailure` the reasons of this tier alone. If a block's server cannot be
+used while other servers can, the reason is `Reason.UNANSWERED`: no failure of the tier.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ RedisReason: TypeAlias = Reason | ServerFailure
 NO_FAILURE_OF_SERVER: Final[frozenset[RedisReason]] = frozenset(
     (ServerFailure.TOO_LONG, ServerFailure.CUT_OFF, ServerFailure.QUERY_BUFFER, ServerFailure.OUTPUT_BUFFER)
 )
-"""Reasons why a connection ended, of a server that answers on others."""
+"""Reasons for the end of one connection. The server still answers on other connections."""
 
 UNUSABLE: Final[frozenset[RedisReason]] = frozenset((ServerFailure.LOADING, ServerFailure.CLUSTER_DOWN))
-"""Replies of a server that can serve nothing now."""
+"""Reasons in the replies of a server that cannot serve any block now."""
 
 ELSEWHERE: Final[frozenset[RedisReason]] = frozenset((ServerFailure.MOVED, ServerFailure.ASK))
-"""Replies of a healthy server that has given the key's slot away, or is about to."""
+"""Reasons in the replies of a healthy server that has given the key's slot away, or is about to."""
 
 OF_ONE_SERVER: Final[frozenset[RedisReason]] = UNUSABLE | {
     ServerFailure.ASK,
@@ -79,7 +79,7 @@ OF_ONE_SERVER: Final[frozenset[RedisReason]] = UNUSABLE | {
 UNLIKE: Final[frozenset[RedisReason]] = frozenset(
     (Reason.TIMEOUT, Reason.UNAVAILABLE, ServerFailure.PROTOCOL, ServerFailure.TLS)
 )
-"""Reasons that a server has, too, if it speaks TLS and this client does not, or the reverse."""
+"""Reasons that also arise if the server speaks TLS and this client does not, or the reverse."""
 
 REFUSALS: Final[frozenset[RedisReason]] = frozenset(
     (
@@ -171,9 +171,9 @@ _SAID_BY_WORDS: Final[Mapping[str, tuple[str, str]]] = {
         "raise its 'proto-max-bulk-len' above the size of a block",
     ),
 }
-"""By what a server says, before the reason counts."""
+"""Problem and remedy by words in a server's text. They count before `_IS_SAID`, which has them by reason."""
 _UNKNOWN_HOST: Final = ("not known", "name resolution", "no address")
-"""In what the resolver says about a host that has no address."""
+"""Words in the resolver's text about a host without an address."""
 
 _BY_CODE: Final[Mapping[bytes, RedisReason]] = {
     b"OOM": Reason.NO_SPACE,
@@ -195,15 +195,15 @@ _BY_CODE: Final[Mapping[bytes, RedisReason]] = {
     b"BUSY": Reason.BUSY,
 }
 _NOT_SERVED: Final = "Hash slot not served"
-"""A member's text, after CLUSTERDOWN, if one slot has no server and other slots have."""
+"""A cluster member's text after CLUSTERDOWN: this slot has no server, and other slots have one."""
 _UNAUTHENTICATED: Final = "Protocol error: unauthenticated"
-"""The text for a client without a password that sends a block: its length is refused before the command is read."""
+"""A server's text for a block from a client without a password: it refuses the length before it reads the command."""
 _BY_TEXT: Final[Mapping[bytes, RedisReason]] = {
     _NOT_SERVED.encode(): ServerFailure.MOVED,
     b"max number of clients": Reason.UNAVAILABLE,
     _UNAUTHENTICATED.encode(): ServerFailure.AUTH,
 }
-"""By the beginning of the text after the code, before the code counts."""
+"""Reasons by the beginning of the text after the code. They count before `_BY_CODE`."""
 
 _BY_TYPE: Final[Mapping[type[BaseException], RedisReason]] = {
     AuthenticationError: ServerFailure.AUTH,
@@ -220,7 +220,7 @@ _BY_TYPE: Final[Mapping[type[BaseException], RedisReason]] = {
     OutOfMemoryError: Reason.NO_SPACE,
     ResponseError: ServerFailure.SERVER_ERROR,
 }
-"""The first type that fits counts."""
+"""Reasons by the type of an exception or of its cause. The first type that fits counts."""
 
 
 class NodeError(Exception):
@@ -241,9 +241,9 @@ def reason_of_code(line: bytes) -> RedisReason:
 
 
 def sentence(endpoints: str, reason: RedisReason, text: str, secrets: Set[str], *, wants: str = "") -> str:
-    """Return what is wrong with the servers at `endpoints`, the `text` of a server or library, and what to do.
+    """Return the problem of the servers at `endpoints`, the `text` of a server or library, and the remedy.
 
-    `wants` says what to do if that is not the usual.
+    `wants` replaces the usual remedy.
     """
     problem, remedy = _IS_SAID.get(reason, (f"fails: {reason}", ""))
     problem, remedy = next((said for words, said in _SAID_BY_WORDS.items() if words in text), (problem, remedy))
@@ -256,13 +256,13 @@ def sentence(endpoints: str, reason: RedisReason, text: str, secrets: Set[str], 
 
 
 def reason_of_error(error: BaseException) -> RedisReason:
-    """Return the reason for an exception of a socket or redis-py, by it and its causes."""
+    """Return the reason for an exception of a socket or redis-py, from its type and the types of its causes."""
     if isinstance(error, NodeError):
         return error.reason
     chain = causes_of(error)
     if isinstance(error, ClusterError) and str(error).startswith(_NOT_SERVED):
         return ServerFailure.MOVED
-    if type(error) is ResponseError:  # one whose code redis-py does not know, and leaves in the text
+    if type(error) is ResponseError:  # redis-py does not know the code, and leaves it in the text
         return reason_of_code(str(error).encode())
     for kind, reason in _BY_TYPE.items():
         if any(isinstance(each, kind) for each in chain):

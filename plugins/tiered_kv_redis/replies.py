@@ -1,4 +1,4 @@
-"""The bytes that a connection brings by a deadline, and RESP2 replies parsed from them, in which any byte may be wrong.
+"""Bytes that a connection receives by a deadline, and RESP2 replies parsed from them. Any byte may be wrong.
 
 `exchange` and `blocks` call it, on the worker that uses the connection. A wrong byte raises an error and allocates
 nothing: lengths are checked first.
@@ -18,7 +18,7 @@ from tiered_kv_redis.reasons import NodeError, RedisReason, ServerFailure, reaso
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _TIMEVAL = struct.Struct("ll")
-_ARMED_SLACK_US = 10_000  # by how much the kernel's timeout may exceed the time left: setting it is a system call too
+_ARMED_SLACK_US = 10_000  # the kernel's timeout may be so much too long: to set it is a system call
 
 Buffer = bytes | bytearray | memoryview
 
@@ -31,8 +31,8 @@ class Stream:
     """A connected socket without TLS; one thread at a time.
 
     The kernel keeps the time (`SO_RCVTIMEO`), so a call needs no poll before it. Every method raises `TimeoutError`
-    after `deadline` (seconds of `time.monotonic()`), and another `OSError` when the connection is lost. The stream
-    cannot be used after either.
+    after `deadline` (seconds of `time.monotonic()`), and another `OSError` when the connection is lost. After
+    either error, the stream cannot be used.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -51,7 +51,7 @@ class Stream:
             while at < len(rest) and sent >= len(rest[at]):
                 sent -= len(rest[at])
                 at += 1
-            if sent:  # a part of a part was sent, which happens only when the socket is slow
+            if sent:  # only a piece of this part was sent: the socket is slow
                 rest[at] = memoryview(rest[at])[sent:]
 
     def receive(self, views: Sequence[memoryview], deadline: float) -> int:
@@ -66,7 +66,7 @@ class Stream:
         return count
 
     def pending_bytes(self) -> int:
-        """Return how many bytes were read from the socket and not yet received, which `poll` does not show."""
+        """Return how many bytes TLS has read and `receive` has not returned. `poll` does not show them."""
         return 0
 
     def _arm(self, option: int, deadline: float) -> None:
@@ -148,9 +148,9 @@ class ReplyReader:
             size -= taken
 
     def skip(self, expected: bytes, count: int, deadline: float) -> int:
-        """Skip replies equal to `expected`, the shortest possible reply; return how many, of `count` pending ones.
+        """Skip replies equal to `expected`, the shortest possible reply; return how many. `count` replies are pending.
 
-        Stops at a reply that differs or is incomplete, which `reply` returns. Waits only if the buffer is empty.
+        The next `reply` returns the first reply that differs or is incomplete. Waits only if the buffer is empty.
         """
         if self._start == self._end:
             self._make_room(count * len(expected))
@@ -211,7 +211,7 @@ class ReplyReader:
         return line
 
     def _make_room(self, size: int) -> None:
-        """Have `size` free bytes behind the buffered ones; callers bound `size`."""
+        """Make `size` free bytes behind the buffered bytes; callers bound `size`."""
         if self._start == self._end:
             self._start = self._end = 0
         if len(self._buffer) - self._end >= size:

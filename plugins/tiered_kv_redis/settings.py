@@ -94,7 +94,7 @@ class RedisSettings(CodecSettings):
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """The configured servers, that of `url` or `host` first; empty with a Unix socket."""
+        """The configured servers; the server of `url` or `host` is the first. Empty with a Unix socket."""
         first = () if self.host is None else (Address(self.host, self.port),)
         return first + tuple(map(_parse_address, self.nodes))
 
@@ -122,8 +122,8 @@ class RedisSettings(CodecSettings):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> RedisSettings:
-        """Refuse URLs where a part is expected, and settings that contradict each other. No message repeats a value, a
-        secret."""
+        """Refuse URLs where a part is expected, and settings that contradict each other. No message repeats a value
+        that may be a secret."""
         if self.host is not None and not _HOST.fullmatch(self.host):
             raise ValueError("'host' is a name or an address, without port, user or password; a URL belongs in 'url'")
         if self.socket is not None and "://" in self.socket:
@@ -186,7 +186,7 @@ def _without_userinfo(url: str) -> str:
 
 
 class RedisKeys(KeyStore):
-    """A server without bytes, for `tiered-kv simulate`: it evicts by `allkeys-lru`."""
+    """The keys of a simulated server, for `tiered-kv simulate`. It evicts as the policy `allkeys-lru` does."""
 
     load_steps = 4
 

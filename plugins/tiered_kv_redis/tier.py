@@ -37,10 +37,10 @@ _log = logging.getLogger(__name__)
 
 _PARTS_BYTES = 32 << 20
 _PART_BYTES_MIN = 8 << 20
-"""Bytes of one part of a job. Between two parts a connection is idle for a round trip and for Python's work around it.
-Several connections fill each other's pauses; a single connection needs long parts."""
+"""The least bytes of one part of a job; the connections share `_PARTS_BYTES`. Between two parts, a connection is idle
+for a round trip and for Python's work. Other connections work meanwhile; a single connection needs long parts."""
 _SHUTDOWN_TIMEOUT_S = 2.0
-_TOUCH_S = 1.0  # how often the server learns that a block is used in a tier above; it evicts by that, also with `ttl`
+_TOUCH_S = 1.0  # seconds between two reports of uses in a tier above: the server evicts by use, also with `ttl`
 _LOOKUP_SHARE = 0.5
 """The share of `lookup_timeout` within which each of several servers must answer. The rest is for later lookups."""
 
@@ -105,7 +105,7 @@ class RedisTier(BlockingTier):
     def reset_cache(self) -> bool:
         self.begin_epoch()
         self._touches.clear()
-        self._keyspace.epoch.renew()  # after `begin_epoch`: a store that sees the new epoch sees that it is older
+        self._keyspace.epoch.renew()  # after `begin_epoch`: an older store that reads this value finds itself outdated
         return True
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -157,7 +157,7 @@ class RedisTier(BlockingTier):
         return described
 
     def _refused_writes(self) -> dict[str, object]:
-        """Return a warning if the server gives blocks and takes none, such as a replica."""
+        """Return a warning if the server serves loads and refuses stores, as a replica does."""
         try:
             self._keyspace.check_writes(time.monotonic() + self._settings.timeout, self.block_bytes)
         except NodeError as error:
@@ -202,16 +202,16 @@ class RedisTier(BlockingTier):
     def _note_uses(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         deadline = time.monotonic() + self._settings.timeout
         try:
-            prefix = self._keyspace.prefix(deadline, is_saved=True)  # as a store, so that the mark is used too
+            prefix = self._keyspace.prefix(deadline, is_saved=True)  # as before a store: so the mark is used, too
         except NodeError:
             return []
         absent = self._stored.touch(Batch(keys, [prefix + key for key in keys], (), deadline))
         return [keys[at] for at in absent]
 
     def close(self) -> None:
-        """Save the epoch, for a second at most, and close every connection.
+        """Save the epoch's mark, for a second at most, and close every connection.
 
-        A reset may not have been saved yet, or the server may have evicted the mark since it was last read.
+        The mark of a reset may not be saved yet. Or the server may have evicted the mark since the last read.
         """
         deadline = time.monotonic() + min(1.0, self._settings.timeout)
         try:
@@ -233,7 +233,7 @@ class RedisTier(BlockingTier):
             prefix = self._keyspace.prefix(deadline, is_saved=operation == "store")
         except NodeError as error:
             return Outcome((), self._note_failures(operation, len(keys), error.reason))
-        if self.part_epoch != self.epoch:  # asked after the prefix, which may be a later epoch's
+        if self.part_epoch != self.epoch:  # checked after the prefix, which may be of a later epoch
             return Outcome((), Reason.RESET)
         transfer = self._stored.store if operation == "store" else self._stored.load
         failures = transfer(Batch(keys, [prefix + key for key in keys], blocks, deadline))
@@ -247,7 +247,7 @@ class RedisTier(BlockingTier):
         return Outcome([key for at, key in enumerate(keys) if at not in failures], reported[0])
 
     def _note_failures(self, operation: str, count: int, reason: RedisReason) -> RedisReason:
-        """Count blocks that failed for one reason, and log the first; return the reason for the tier's breaker.
+        """Count blocks that failed for one reason, and log it at a bounded rate; return the reason for the breaker.
 
         A failure of one of several servers is no failure of the tier.
         """

@@ -1,7 +1,7 @@
-"""The servers, and the server that has a block.
+"""The servers of a tier, and which server has a block.
 
-The tier's workers ask. They read the map of a cluster again after a change, at most twice a second. A wrong map
-costs an attempt, never a wrong block.
+The tier's workers call `Topology`. Its background thread asks for the addresses again after a change, at most twice a
+second. A wrong map of a cluster costs an attempt, and never leads to a wrong block.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Topology:
         self._settings = settings
         self._on_change = on_change
         self.said: dict[RedisReason, str] = {}
-        self._nodes: dict[Address | None, Node] = {}  # this and the next are replaced as a whole
+        self._nodes: dict[Address | None, Node] = {}  # as `_owners`, replaced as a whole: no lock
         self._owners: Mapping[int, Node] = {}  # by a cluster's slot; otherwise the only server has number 0
         self._is_stale = settings.mode != "standalone"
         self._reason: RedisReason | None = None  # why the last request for addresses failed
@@ -99,9 +99,9 @@ class Topology:
         return sentence(self.endpoints, reason, said, self._settings.secret_texts(), wants=wants)
 
     def explained(self, reason: RedisReason) -> RedisReason:
-        """Return `reason`, or that TLS is set and the server has none, or the reverse: asks the first server if needed.
+        """Return `reason`, or a clearer one if only this client speaks TLS, or only the server.
 
-        The call waits for a second at most: a server that does not answer at all does not answer this.
+        To find out, it asks the first server, and waits for a second at most: a server that hangs answers nothing.
         """
         settings = self._settings
         if reason not in why.UNLIKE or settings.socket is not None:
@@ -198,7 +198,7 @@ def masters_of(ranges: Sequence[Any], member: Address) -> dict[int, Address]:  #
     """Return the address of each slot's master from a member's reply to CLUSTER SLOTS; slots without one are left out.
 
     https://redis.io/docs/latest/commands/cluster-slots/. Port 0 means that the master has no address any more; a reply
-    that names no host means the member's.
+    without a host means the host of `member`.
     """
     masters: dict[int, Address] = {}
     for first, last, (host, port, *_), *_ in ranges:

@@ -30,16 +30,16 @@ from tiered_kv_s3.verdict import sentence
 
 DEFAULT_REGION = "us-east-1"
 REFRESH_S = 60.0
-"""How often the provider is called; boto3's providers fetch new credentials some ten minutes before theirs expire."""
+"""Seconds between two calls of the provider. boto3's providers fetch new ones some ten minutes before the end."""
 RENEW_PAUSE_S = 5.0
-"""The pause between two attempts to get new credentials. Each that gets the same ones doubles the next pause."""
+"""The pause between two attempts to get new credentials. An attempt that gets the same ones doubles the next."""
 RENEW_PAUSE_MAX_S = 60.0
 RENEW_WAIT_S = 2.0
-"""How long a request waits for others in place of credentials that may be right."""
+"""How long a request waits for other credentials, if its own may be right and lack only a permission."""
 
 _log = logging.getLogger("tiered_kv.s3")
 _LOGGERS_OF_REQUESTS = ("auth", "endpoint", "hooks", "httpsession", "parsers", "retryhandler", "awsrequest", "client")
-"""They log whole requests, with session tokens, at level DEBUG."""
+"""Loggers of botocore that log whole requests, with session tokens, at level DEBUG."""
 
 
 class BucketAccess:
@@ -61,13 +61,14 @@ class BucketAccess:
         self._secrets = settings.secret_texts()
         self.counters = Counters(METRICS)  # the tier's
         self.url = f"{settings.endpoint_url or 's3:/'}/{settings.bucket}"  # the bucket's, for messages
-        self._lock = threading.Lock()  # guards the rest; never held while a provider runs
+        # Guards the credentials, `_problem`, `_asked_s`, `_renewed_s`, and changes of `_session` and `_asking`.
+        self._lock = threading.Lock()  # never held while a provider runs
         self._current: Credentials | None = None
-        self._used: deque[Credentials] = deque(maxlen=8)  # the last ones: messages may repeat them
+        self._used: deque[Credentials] = deque(maxlen=8)  # the last ones: servers' texts may repeat them
         self.failure_texts = FailureTexts()
         self._limit = LogLimit()  # by operation, reason and level
         self._renew_pause_s = RENEW_PAUSE_S
-        self._problem = "no thread can be started that asks for credentials"  # why there are none
+        self._problem = "no thread can be started that asks for credentials"  # why there are no credentials
         self._asked_s = self._renewed_s = -math.inf
         for part in _LOGGERS_OF_REQUESTS:
             logger = logging.getLogger(f"botocore.{part}")
@@ -104,7 +105,7 @@ class BucketAccess:
     def renew(self, stale: Credentials, deadline: float, *, are_expired: bool = True) -> bool:
         """Read the credentials again because the server refuses `stale`; return whether there are others.
 
-        Unless these `are_expired`, they stay in use until there are others: only a right may be missing.
+        Without `are_expired`, `stale` stays in use until there are others: only a permission may be missing.
         """
         if self._explicit is not None:
             return False
@@ -134,7 +135,7 @@ class BucketAccess:
 
     def note_failure(self, operation: str, reason: str, words: str, level: int = logging.WARNING) -> str:
         """Count a failure, and log it, at a bounded rate for each operation and reason; return its `sentence`."""
-        self.counters.add("failed_requests_total", operation, str(reason))  # no member of an enum as a label
+        self.counters.add("failed_requests_total", operation, str(reason))  # a label is no member of an enum
         said = self.sentence(reason, words, operation)
         self.failure_texts.note(OF_LOOKUPS if operation == "head" else str(reason), said)
         if self._limit.take((operation, reason, level)) is not None:
@@ -150,7 +151,7 @@ class BucketAccess:
         return sentence(self.url, reason, shown, operation)
 
     def client(self, credentials: Credentials, timeout_s: float, attempts: int) -> Any:
-        """Return boto3's client for the bucket's server, which makes `attempts` of each request."""
+        """Return boto3's client for the bucket's server. It tries each request `attempts` times at most."""
         return self._make_client(
             {
                 "connect_timeout": timeout_s,

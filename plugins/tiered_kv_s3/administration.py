@@ -1,6 +1,7 @@
 """Administration of the bucket without a stack: survey and verify namespaces, and purge one with all its versions.
 
-Objects with names outside of the tier's layout (`epoch.py`) are foreign: they stay, and are reported.
+The commands call it on one thread, through `ListedStorage`; some threads of its own read blocks. Objects with names
+outside of the tier's layout (`epoch.py`) are foreign: they stay, and are reported.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class S3Administration(ListedStorage):
     def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:
         self._control.deadline = deadline
         root = f"{self._settings.prefix}/"
-        unmarked = set[str]()  # marks whose delete marker was on an earlier page: a purge may have deleted that
+        unmarked = set[str]()  # names of marks with a delete marker on an earlier page, which may be deleted by now
         for page in self._control.versions(f"{root}{digest}/" if digest else root):
             entries = []
             for each, is_marker in page:
@@ -73,7 +74,7 @@ class S3Administration(ListedStorage):
                     if is_marker and is_current:
                         unmarked.add(name)
                     elif is_current and name not in unmarked:
-                        continue  # it stays after a purge
+                        continue  # the current mark stays after a purge
                 is_block = naming.is_block(name) and is_current and not is_marker
                 written_s = age_s(each, time.time()) if "LastModified" in each else None
                 entries.append(Entry(name, found, size_bytes, is_block, written_s, where=each))
@@ -101,7 +102,7 @@ class S3Administration(ListedStorage):
                 reads = run_all(read, batch, "tiered-kv-s3-verify", _PARALLEL_READS)
                 for each, status in zip(batch, (each.result() for each in reads), strict=True):
                     if status is not None:
-                        # Its name and no version: an older version must not become the block again.
+                        # No version is named: the delete of one would make an older version the block again.
                         block = each._replace(where={"Key": each.name})
                         yield block, status, 0 if status == check.too_long else each.size_bytes or 0
 
@@ -135,7 +136,7 @@ class S3Administration(ListedStorage):
 
 
 class RemovableObject(EpochObject):
-    """An epoch's mark that a purge deletes: by the requests that delete blocks, since some servers know no others."""
+    """An epoch's mark that a purge deletes, by the requests that delete blocks: some servers know no others."""
 
     def __init__(self, bucket: Bucket, name: str, tier: str, control: Control) -> None:
         super().__init__(bucket, name, tier)

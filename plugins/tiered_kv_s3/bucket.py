@@ -46,14 +46,14 @@ from tiered_kv_s3.verdict import (
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
-MOVE_S = 10.0  # how long after a move to another region requests to the earlier one are repeated
+MOVE_S = 10.0  # after a move to another region, requests to the earlier region are repeated for so long
 
 _REFUSALS = frozenset({Verdict.DENIED, Verdict.REFUSED})
 
 _UNSIGNED_HEADERS = "user-agent: tiered-kv\r\naccept-encoding: identity\r\n"
-"""Headers that proxies may change; without them some refuse a request, or compress the answer."""
+"""Headers that proxies may change, so they are not signed. Without them, some refuse a request, or compress answers."""
 _DIGESTS = re.compile(r"md5|digest|checksum|sha-?256|payload|SignatureDoesNotMatch", re.IGNORECASE)
-"""In the words of servers that refuse a body without its digest, or one that is not part of the signature."""
+"""Words of servers that refuse a body without its digest, or a body that is not part of the signature."""
 
 Sink = Callable[[int], Sequence[memoryview] | None]
 """Called with the length of a body in bytes; returns the memory for it, or None to refuse it."""
@@ -61,7 +61,7 @@ Exchange = Callable[[Connection, Credentials], Verdict]  # makes one attempt of 
 
 
 class Bucket:
-    """One bucket. Any thread may call; each call opens at most one connection, `head_all` up to 16.
+    """The requests for one bucket. Any thread may call; each call opens at most one connection, `head_all` up to 16.
 
     Raises `ConfigError`: the file of authorities cannot be read.
     """
@@ -84,14 +84,14 @@ class Bucket:
         self.pool = ConnectionPool(access.endpoint(), settings.ca_file, access.counters)
         self._signer = Signer(access.region)
         self._moved_s = -math.inf  # when the signer and the pool were given another region
-        self._words: dict[Verdict, str] = {}  # the server's last words; any thread
+        self._words: dict[Verdict, str] = {}  # the server's last text, by verdict; any thread
         self._closing = threading.Event()
         self.heard_s = -math.inf  # when the server last refused a request, by `time.monotonic()`; any thread
 
     def put(
         self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, *, only_if_absent: bool = False
     ) -> Verdict:
-        """Store an object of `pieces`, whole or not at all; PRESENT if `only_if_absent` and it exists."""
+        """Store an object of `pieces`, whole or not at all. Return PRESENT if it exists and `only_if_absent` is set."""
         headers = {**self._put_headers, "content-length": str(sum(map(len, pieces)))}
         if only_if_absent:
             headers["if-none-match"] = "*"
@@ -136,12 +136,12 @@ class Bucket:
         expires: bool = True,
         on_age: Callable[[float], None] = lambda age_s: None,
     ) -> Verdict:
-        """Read an object into the memory that `sink` returns, if it `expires` unless it is older than its `ttl`.
+        """Read an object into the memory that `sink` returns. If it `expires`, it is not read when older than `ttl`.
 
-        `on_age` is called with its age in seconds, if it was read.
+        `on_age` is called with the object's age in seconds, after it was read.
 
-        `bytes_max` is the most that `sink` takes, for bodies of a length that the server does not give in advance. One
-        that ends with its connection may be cut off, so it has to come twice.
+        `bytes_max` limits a body whose length the server does not give in advance. If the end of the connection ends
+        the body, it may be cut off, so the server has to send it twice.
         """
         earlier: bytearray | None = None
 
@@ -179,7 +179,7 @@ class Bucket:
         return self._retry("get", get, deadline)
 
     def read(self, name: str, bytes_max: int, deadline: float) -> tuple[Verdict, bytes]:
-        """Return a small object of any age; no bytes unless the verdict is DONE, OVERSIZED beyond `bytes_max`."""
+        """Return a small object of any age. Only DONE comes with bytes; the verdict is OVERSIZED beyond `bytes_max`."""
         data = bytearray()
 
         def sink(size_bytes: int) -> list[memoryview] | None:
@@ -193,7 +193,7 @@ class Bucket:
         return verdict, bytes(data) if verdict is Verdict.DONE else b""
 
     def delete(self, name: str, deadline: float) -> Verdict:
-        """Delete an object; DONE if it does not exist, too."""
+        """Delete an object. The verdict is DONE also if it does not exist."""
 
         def delete(connection: Connection, credentials: Credentials) -> Verdict:
             self._send(connection, credentials, "DELETE", name)
@@ -227,7 +227,7 @@ class Bucket:
     def _head_each(
         self, names: Sequence[str], waiting: deque[int], verdicts: list[Verdict], patience: Patience
     ) -> None:
-        """Put the verdicts on the `waiting` names into their places, as far as there is time.
+        """Ask for the `waiting` names until the deadline, and put each verdict into its place.
 
         Requests travel on several connections at once: all are sent before the first answer is awaited.
         """
@@ -242,7 +242,7 @@ class Bucket:
                 for at in waiting if time.monotonic() < patience.deadline else ():
                     verdicts[at] = verdict
                 return
-            may_open = len(connections) == wanted  # failed ones are not opened again
+            may_open = len(connections) == wanted  # connections that failed to open are not tried again
             try:
                 self._head_on(connections, names, waiting, verdicts, credentials)
             finally:
@@ -330,7 +330,7 @@ class Bucket:
                 return Verdict.DONE
             answer = replace(answer, status=500)  # S3 may find out after it has sent the status
         verdict = self._verdict_of(answer, body)
-        if verdict in (Verdict.CREDENTIALS, Verdict.DENIED):  # DENIED also for a key that was replaced
+        if verdict in (Verdict.CREDENTIALS, Verdict.DENIED):  # a replaced key gives DENIED, too
             are_expired = verdict is Verdict.CREDENTIALS
             if self._access.renew(credentials, connection.patience.deadline, are_expired=are_expired):
                 return Verdict.CREDENTIALS
@@ -367,7 +367,7 @@ class Bucket:
             self._counters.add("slow_down_answers_total", count=verdict is Verdict.SLOW_DOWN)
             if verdict not in RETRYABLE:
                 break
-        verdict = Verdict.MOVED if verdict is Verdict.REDIRECTED else verdict  # it names regions without end
+        verdict = Verdict.MOVED if verdict is Verdict.REDIRECTED else verdict  # the server names regions without end
         if verdict in FAILURES:
             self._access.note_failure(method, verdict, self._words.get(verdict, ""))
         return verdict

@@ -1,6 +1,7 @@
 """The bucket's server with its proxy, HTTP/1.1 connections to it, and the signatures of requests.
 
-Connections send bodies from the caller's memory, and receive into it. The standard library's client parses headers with
+`Bucket` and `ConnectionPool` call it, on the tier's workers; one thread at a time uses a connection. Connections send
+bodies from the caller's memory, and receive into it. The standard library's client is too slow: it parses headers with
 the e-mail package, which takes longer than signing the request.
 """
 
@@ -117,7 +118,7 @@ class Patience:
 @dataclass(frozen=True, slots=True)
 class Answer:
     status: int
-    headers: Mapping[str, str]  # by lower-case name; the last of several
+    headers: Mapping[str, str]  # by lower-case name; if a name comes twice, the last value
     body_bytes: int | None  # None if the answer does not say
     is_chunked: bool = False
 
@@ -151,7 +152,7 @@ class Connection:
         while waiting:
             self._socket.settimeout(self.patience.next_timeout_s())
             waiting = rest_of(waiting, self._socket.sendmsg(waiting))
-        # Some servers send the body once the head is acknowledged. By default the kernel delays that by 40 ms.
+        # Some servers send the body once the head is acknowledged. The kernel may delay that by 40 ms.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def receive_head(self, *, has_body: bool = True) -> Answer:
@@ -169,7 +170,7 @@ class Connection:
         return answer
 
     def receive_body(self, parts: Sequence[memoryview]) -> None:
-        """Receive the whole body of the answer into `parts`, which are as long as it is."""
+        """Receive the whole body of the answer into `parts`, whose length is the body's."""
         for part in parts:
             self._receive_into(part)
         self.is_reusable = self._keeps_open and not self._buffer
@@ -195,7 +196,7 @@ class Connection:
         return body
 
     def receive_error(self, answer: Answer) -> bytes:
-        """Receive the body of a failure, at most `ERROR_BYTES_MAX`."""
+        """Receive the body of a failure, at most `ERROR_BYTES_MAX` bytes."""
         size = answer.body_bytes
         if size is None:
             return bytes(self.receive_unsized(answer, ERROR_BYTES_MAX - 1))
@@ -213,7 +214,7 @@ class Connection:
     def abort(self) -> None:
         """Make the calls that wait on this connection fail; any thread."""
         with suppress(OSError):  # it is closed already
-            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # below TLS, whose state its user's thread owns
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # below TLS: the using thread owns its state
 
     def close(self) -> None:
         self.is_reusable = False
@@ -226,7 +227,7 @@ class Connection:
         return int(size, 16)
 
     def _read_to(self, end: re.Pattern[bytes]) -> bytes:
-        """Receive up to `end`, which has two or three bytes at most; consume it, and return the bytes before it."""
+        """Receive up to a match of `end`, of three bytes at most. Consume the match, and return the bytes before it."""
         searched = 0
         while (found := end.search(self._buffer, searched)) is None:
             searched = max(0, len(self._buffer) - 2)
@@ -267,7 +268,7 @@ def _parse_head(head: bytes) -> tuple[Answer, bool]:
     headers = {}
     for line in lines:
         name, colon, value = line.partition(b":")
-        if line[:1] in (b" ", b"\t"):  # more of the header before it; the tier needs no such header
+        if line[:1] in (b" ", b"\t"):  # continues the header before; the tier needs no such header
             continue
         if not colon:
             raise BadAnswerError("the answer has a header without a colon")
@@ -316,7 +317,7 @@ class Signer:
         credentials: Credentials,
         now_s: float,
     ) -> dict[str, str]:
-        """Return the headers to send: the given ones, and the signature's at `now_s` (seconds since 1970).
+        """Return the headers to send: the given ones, and the headers of the signature at `now_s` (seconds since 1970).
 
         `path` is quoted and has no query. All `headers` are signed: lower-case names, values without surplus spaces,
         `host` among them. `payload_hash` is the body's SHA-256 in hex, or `UNSIGNED_PAYLOAD`.

@@ -1,10 +1,10 @@
-"""Listings, deletes and copies through boto3: work that runs once a minute or by hand.
+"""Listings, deletes and copies through boto3: the sweeper's threads, `S3Tier.describe` and the commands call them.
 
-boto3 has no deadlines: timeouts and attempts bound each request, and the callers stop between requests. With less time
-left than all attempts may take, a request gets a client that takes no longer.
+boto3 has no deadlines. Timeouts and attempts bound each request, and the callers stop between requests. If less time is
+left than all attempts may take, a request gets a client with shorter timeouts or fewer attempts.
 
-Servers differ in their knowledge. A server that does not know a request gets the older one with the same effect: single
-deletes instead of many at once, version 1 of a listing, the objects instead of their versions.
+A server that does not know a request gets an older request with the same effect: single deletes instead of many at
+once, version 1 of a listing, the objects instead of their versions.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tiered_kv_s3.verdict import BucketError, Verdict, seconds_of, verdict_of_er
 
 PAGE_OBJECTS: Final = 1000  # objects in one page of a listing; S3's limit
 DELETED_AT_ONCE: Final = 100
-"""Names in one request to delete: some servers need 20 ms for each, and the request has one `request_timeout`."""
+"""Names in one request to delete: some servers need 20 ms for each name, and all share one `request_timeout`."""
 LISTED_MIN: Final = 100  # the smallest page that is made smaller when its listing takes too long
 PARALLEL_DELETES: Final = 8
 _ATTEMPTS_MAX: Final = 3
 _CREDENTIALS_S: Final = 10.0
 _RENEWED_S_MAX: Final = 60.0  # the age of an object that has just been copied
 _PAUSE_S: Final = 1.0  # the most between two of three attempts, on average
-_STEP_S: Final = 0.25  # of the time that is left: for each a client is made, which takes some 15 ms
+_STEP_S: Final = 0.25  # the time left is rounded up to such steps: another step needs another client, some 15 ms
 _UNKNOWN: Final = frozenset({400, 403, 404, 405, 411, 415, 422, 501})
-"""Statuses by which servers refuse a request that they do not know; 403 is also S3's to a missing right."""
+"""Statuses by which servers refuse a request that they do not know; S3 also answers 403 if a right is missing."""
 _LATE: Final = frozenset({Verdict.TIMEOUT, "RequestTimeout", "GatewayTimeout", "504"})
 _BY_CLASS: Final = {
     "ReadTimeoutError": Verdict.TIMEOUT,
@@ -51,7 +51,7 @@ _BY_CLASS: Final = {
     "ConnectionClosedError": Verdict.BROKEN,
     "ResponseParserError": Verdict.BROKEN,
 }
-"""By the name of an exception of boto3."""
+"""Verdicts by the class name of an exception of boto3."""
 NO_OBJECT: Final = frozenset({"NoSuchKey", "NoSuchVersion", "404"})
 """Error codes for a missing object; the last one is of an answer without a code."""
 _IGNORED: Final = "ignored"
@@ -60,7 +60,7 @@ _CODE = re.compile(r"[A-Za-z0-9.]{1,100}")
 
 
 class Listed(NamedTuple):
-    """An object in a listing; its age is by the server's clock. The oldest is the greatest."""
+    """An object in a listing; its age is by the server's clock. The oldest object sorts last."""
 
     age_s: float
     name: str
@@ -70,7 +70,7 @@ class Listed(NamedTuple):
 class Control:
     """Lists, deletes and copies objects. Any thread may call.
 
-    Every method raises `BucketError` if the request fails. A block takes `record_bytes` where a listing has no sizes.
+    Every method raises `BucketError` if the request fails. If a listing has no sizes, a block counts `record_bytes`.
     """
 
     def __init__(self, access: BucketAccess, settings: S3Settings, tier: str, record_bytes: int = 0) -> None:
@@ -80,7 +80,7 @@ class Control:
         self._tier = tier
         self._record_bytes = record_bytes
         self.without_versions = ""
-        """S3's error code once it has refused to list versions; `_IGNORED` if it has listed none, but objects."""
+        """S3's error code after it refused to list versions; `_IGNORED` if it listed only objects; else empty."""
         self.skew_s = 0.0
         """How far this machine's clock is ahead of the server's, as of the last answer; to a second or so."""
         self._names_at_once, self._page_objects = DELETED_AT_ONCE, PAGE_OBJECTS
@@ -101,7 +101,7 @@ class Control:
             ]
 
     def folders(self, prefix: str) -> list[str]:
-        """Return the next parts of the names under `prefix`, up to their slashes; at most a thousand."""
+        """Return the parts of names between `prefix` and the next slash; at most a thousand."""
         request = operator.methodcaller("list_objects_v2", Bucket=self._bucket, Prefix=prefix, Delimiter="/")
         found = self._call("list", request).get("CommonPrefixes", ())
         return [each["Prefix"].removeprefix(prefix).rstrip("/") for each in found]
@@ -294,7 +294,7 @@ class Control:
             refused[each.get("Key", ""), each.get("VersionId", "")] = code
         names = [(each["Key"], each.get("VersionId", "")) for each in named]
         codes = [refused.get((key, version)) or refused.get((key, "")) for key, version in names]
-        # An error without a name that was asked for: any object may be left.
+        # An error for a name that was not asked for: any object may be left.
         otherwise = next(iter(refused.values())) if sum(map(bool, codes)) < len(refused) else ""
         return [code or otherwise for code in codes]
 
@@ -324,7 +324,7 @@ class Control:
             return answer
         except library_errors() as error:
             code, words, status = _code_words_and_status(error)
-        # Outside the handler: the cause may quote secrets.
+        # Raised outside the handler, without a cause: the cause may quote secrets.
         used = self._made_for
         until_s = min(time.monotonic() + _CREDENTIALS_S, self.deadline)
         if status in (401, 403) and used is not None and self._access.renew(used[0], until_s, are_expired=False):
@@ -342,11 +342,11 @@ class Control:
         return BucketError(message, code, tier=self._tier, operation=operation, status=status)
 
     def _boto3(self) -> Any:
-        # Not under the lock: it may wait.
+        # Not under the lock: this call may wait.
         credentials = self._access.credentials(min(time.monotonic() + _CREDENTIALS_S, self.deadline))
         wanted = credentials, *self._limits()
         with self._lock:
-            if self._made_for != wanted:  # the earlier client may be in use
+            if self._made_for != wanted:  # not closed: the earlier client may be in use
                 self._client = self._access.client(*wanted)
                 self._client.meta.events.register("before-sign.s3.DeleteObjects", _add_md5)
                 self._made_for = wanted
@@ -374,9 +374,9 @@ def _add_md5(request: Any, **_: object) -> None:  # Any: botocore's own class
 
 
 def _code_words_and_status(error: Exception) -> tuple[str, str, int]:
-    """Return S3's error code, or the verdict; the server's or the system's message; and the status of the answer.
+    """Return S3's error code or a verdict, the server's or the system's message, and the HTTP status of the answer.
 
-    Not the text of boto3's exception, which may quote secrets.
+    The text of boto3's exception is not used: it may quote secrets.
     """
     response = getattr(error, "response", None)
     if not isinstance(response, dict):

@@ -6,7 +6,8 @@
     PREFIX/NAMESPACE/blocks/EPOCH/FF/KEY        a block's record; FF is the first byte of KEY
 
 NAMESPACE is the namespace's digest, KEY the digest of the block's key (as in its record), EPOCH the epoch's value; all
-in hex. Other objects under `PREFIX/NAMESPACE/` are foreign, and never deleted.
+in hex. Other objects under `PREFIX/NAMESPACE/` are foreign, and never deleted. The tier's workers, the sweeper and the
+commands use these names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.verdict import BucketError, Verdict
 
 _BLOCK: Final = re.compile(r"[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{30}")
-"""The part of a block's name after `Naming.blocks`."""
+"""The form of a block's name after `Naming.blocks`."""
 
 
 class Naming:
@@ -33,23 +34,23 @@ class Naming:
         self.epoch = f"{self.root}epoch"
         self.sweep = f"{self.root}sweep"
         self.blocks = f"{self.root}blocks/"  # before the names of all blocks, of any epoch
-        self.no_block = f"{self.blocks}{'0' * 16}/00/{'0' * 32}"  # no epoch has this value
+        self.no_block = f"{self.blocks}{'0' * 16}/00/{'0' * 32}"  # the name of no block: no epoch has this value
 
     def block(self, epoch: str, key: OffloadKey) -> str:
         digest = digest_of(key).hex()
         return f"{self.blocks}{epoch}/{digest[:2]}/{digest}"
 
     def is_block(self, name: str) -> bool:
-        """Return whether a name is a block's of this namespace, of any epoch."""
+        """Return whether this is the name of a block of this namespace, in any epoch."""
         return name.startswith(self.blocks) and _BLOCK.fullmatch(name, len(self.blocks)) is not None
 
     def owns(self, name: str) -> bool:
-        """Return whether a name is of the layout above; others are foreign."""
+        """Return whether a name belongs to the layout above; other names are foreign."""
         return name in (self.namespace, self.epoch, self.sweep) or self.is_block(name)
 
 
 class EpochObject:
-    """An `EpochStore`; every method raises `BucketError` if the request fails or its time is over."""
+    """The object with an epoch's mark, as an `EpochStore`. Methods raise `BucketError` if a request fails."""
 
     def __init__(self, bucket: Bucket, name: str, tier: str) -> None:
         self._bucket = bucket

@@ -1,7 +1,7 @@
-"""The begin of the next page of a listing, also with a server that does not report it.
+"""The position of the next page of a listing, also if the server does not report it.
 
-`Control` calls it, on the thread that lists. Each page begins behind the page before it.
-If the begin cannot be known, there is no next page.
+`Control` calls it, on the thread that lists. Each page begins after the end of the page before.
+If the position cannot be known, there is no next page.
 """
 
 from __future__ import annotations
@@ -32,4 +32,4 @@ POSITIONS: Final[Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, str]]]]
     "list_objects": _after_objects_1,
     "list_object_versions": _after_versions,
 }
-"""By operation: the parameters for the page after a page; none if it cannot be known."""
+"""By operation, a function from a page to the parameters of the next page; none if they cannot be known."""

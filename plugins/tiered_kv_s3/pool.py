@@ -49,7 +49,7 @@ def _tunnel(endpoint: Endpoint, plain: socket.socket, proxy: Proxy, patience: Pa
 class ConnectionPool:
     """Connections to one endpoint; `take` prefers the one that was used last. Any thread may call.
 
-    The callers bound how many are in use. Raises `ConfigError`: the file cannot be read, or holds no certificate.
+    The callers bound how many are in use. Raises `ConfigError`: `ca_file` cannot be read, or holds no certificate.
     """
 
     def __init__(self, endpoint: Endpoint, ca_file: str | None, counters: Counters) -> None:
@@ -57,7 +57,7 @@ class ConnectionPool:
         self._counters = counters
         self.endpoint = endpoint
         self._lock = threading.Lock()  # guards the rest; never held across I/O
-        self._idle: list[tuple[float, Connection]] = []
+        self._idle: list[tuple[float, Connection]] = []  # with the time of their last use, the latest at the end
         self._used: set[Connection] = set()
         self._is_closed = False
 
@@ -73,7 +73,7 @@ class ConnectionPool:
         return self._take_idle(patience) or self._open(patience)
 
     def take_many(self, count: int, patience: Patience, *, may_open: bool) -> list[Connection]:
-        """Return as many connections as there are, up to `count`; missing ones are opened at the same time.
+        """Return up to `count` connections. Missing ones are opened in parallel, if `may_open` or if none is idle.
 
         Raises `OSError`: there is none, and none could be opened.
         """
@@ -108,7 +108,7 @@ class ConnectionPool:
         return None
 
     def move(self, endpoint: Endpoint) -> None:
-        """Open further connections to another endpoint, with or without TLS as before."""
+        """From now on, open connections to another endpoint, with or without TLS as before. Close the idle ones."""
         with self._lock:
             self.endpoint = endpoint
             idle, self._idle = self._idle, []
@@ -129,7 +129,7 @@ class ConnectionPool:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
-            for connection in self._used:  # under the lock: else it may be closed, and its number reused
+            for connection in self._used:  # under the lock: a closed one's descriptor may be reused
                 connection.abort()
         for _, connection in idle:
             connection.close()

@@ -1,12 +1,13 @@
 """Finds out which blocks exist in the bucket, with few requests.
 
-A block is useful only while all blocks before it in its prefix exist, so a prefix exists up to some block. A k-ary
-search finds that block: some parallel requests, spread over the prefix, and then again between the last block that
-exists and the first that does not. A prefix of 1,000 blocks takes three such rounds, with any other content of the
-bucket. The load of a hole (a missing block before existing ones) finds it, as a miss. If answers show that the blocks
-are not in the order of a prefix, the search asks for each.
+A block is useful only if all blocks before it in its prefix exist. A k-ary search finds the last useful block. Each
+round sends parallel requests, spread over the blocks between the last existing one and the first missing one that are
+known. A prefix of 1,000 blocks takes three rounds, for any content of the bucket. A hole (a missing block before
+existing ones) may stay unseen; its load is a miss. If answers show that the blocks are not in the order of a prefix,
+the search asks for each block.
 
-Answers are kept for `presence_ttl`, for all requests.
+`S3Tier`'s workers ask; the sweeper's threads note deleted blocks. Answers are kept for `presence_ttl`, for all
+requests. An older answer never replaces a newer one.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Presence:
         self._bucket = bucket
         self._counters = counters
         self._answer_ttl_s = answer_ttl_s
-        self._lock = threading.Lock()  # guards the rest; never held across I/O
-        self._answers: OrderedDict[str, tuple[float, Verdict]] = OrderedDict()  # by name: time and answer; by age
-        self._answered_s = -math.inf  # the last answer of the bucket to a lookup
+        self._lock = threading.Lock()  # guards the answers; never held across I/O
+        self._answers: OrderedDict[str, tuple[float, Verdict]] = OrderedDict()  # by name; the latest last
+        self._answered_s = -math.inf  # when the bucket last answered a lookup
 
     def note(self, name: str, verdict: Verdict, asked_s: float) -> None:
-        """Keep an answer for a block from the time `asked_s` of `time.monotonic()`, unless there is a newer one.
+        """Keep the verdict on a block at `asked_s` (of `time.monotonic()`), unless there is a newer one.
 
         The verdict is DONE, one of `ABSENCE`, or one of `KEPT_S`.
         """
@@ -115,7 +116,7 @@ class _Search:
         """Return the blocks to ask for next, none once the end is found. The first round asks for the first block."""
         unknown = [at for at, answer in enumerate(self.answers) if answer is None]
         is_first, self._has_begun = not self._has_begun, True
-        # A block that exists after an absent one shows another order; an unanswered one before it does not.
+        # An existing block after an absent one shows another order; after an unanswered one it does not.
         absent_at = next((at for at, answer in enumerate(self.answers) if answer in ABSENCE), len(self.answers))
         if (is_first and len(unknown) <= ASKED_AT_ONCE) or Verdict.DONE in self.answers[absent_at:]:
             return unknown
@@ -128,7 +129,7 @@ class _Search:
         return first + [between[part * last // (ASKED_AT_ONCE - 1)] for part in range(ASKED_AT_ONCE)]
 
     def found(self) -> list[str]:
-        """Return the blocks that exist; one without an answer is assumed to, if a later one exists."""
+        """Return the blocks that exist. A block without an answer counts as existing, if a later block exists."""
         existing_at, _ = self._bounds()
         return [
             name
@@ -137,7 +138,7 @@ class _Search:
         ]
 
     def _bounds(self) -> tuple[int, int]:
-        """Return the last block that exists (or -1) before the first missing one, and that one."""
+        """Return the positions of the last existing block (or -1) before the first missing one, and of that one."""
         answers = self.answers
         missing = (at for at, answer in enumerate(answers) if answer is not None and answer is not Verdict.DONE)
         missing_at = next(missing, len(answers))

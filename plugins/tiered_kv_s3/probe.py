@@ -27,7 +27,7 @@ class BucketProbe:
     """Knows whether a bucket answers. Any thread may call.
 
     Args:
-        name: Of an object that need not exist.
+        name: Name of an object that need not exist.
         timeout_s: How long one request may take, as a lookup may.
     """
 
@@ -61,7 +61,7 @@ class BucketProbe:
     def _ask(self) -> None:
         pause_s = PAUSE_MIN_S
         while self._is_silent and not self._over.is_set():
-            with suppress(TierUnavailableError):  # there are no credentials
+            with suppress(TierUnavailableError):  # raised if there are no credentials
                 asked_s = time.monotonic()
                 (verdict,) = self._bucket.head_all([self._name], time.monotonic() + self._timeout_s)
                 if verdict not in UNHEARD or self._bucket.heard_s >= asked_s:

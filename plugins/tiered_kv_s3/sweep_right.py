@@ -1,13 +1,13 @@
-"""Agreement of the processes of a namespace that one of them sweeps: listings cost money, and all would list the same.
+"""The processes of a namespace agree that one of them sweeps: listings cost money, and all would list the same.
 
-The object `sweep` has the process that swept last, and the time. A process that finds it younger than the interval does
-not sweep. If that process ends, the object becomes old, and another one takes over. Now and then two sweep at once,
-which does no harm.
+The object `sweep` names the process that swept last; the object's age tells when. The sweeper's thread of each other
+process finds it younger than `_FRESH` of the interval, and does not sweep. If the named process ends, the object
+becomes old, and another process takes over. Now and then two sweep at once, which does no harm.
 
     tiered-kv sweep 1 PROCESS DELETED_S USED_BYTES
 
-PROCESS is random. DELETED_S is the age at which sweeps delete blocks to keep the `capacity`, `inf` if none does soon;
-the others renew by it. USED_BYTES is the size of all blocks after the sweep.
+PROCESS is random. DELETED_S is the age at which sweeps delete blocks to keep the `capacity`; `inf` if no sweep does so
+soon. The other processes renew used blocks by this age. USED_BYTES is the size of all blocks after the sweep.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _AHEAD_S: Final = 60.0  # how far a server's clocks may differ
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """The result of a sweep."""
+    """The result of a sweep: DELETED_S and USED_BYTES, as above."""
 
     deleted_s: float = math.inf
     used_bytes: int = 0
 
 
 class SweepRight:
-    """One process's right to sweep. The sweeper's thread."""
+    """One process's right to sweep. Only the sweeper's thread uses it."""
 
     def __init__(self, control: Control, name: str, interval_s: float) -> None:
         self._control = control
@@ -49,7 +49,7 @@ class SweepRight:
     def take(self, last: Swept) -> Swept | None:
         """Return None if this process sweeps now, else the result of another's sweep.
 
-        A bucket that does not let the object be read or written gets a sweep of each process.
+        If the object cannot be read or written, each process sweeps.
         """
         swept = self.others()
         if swept is None:
@@ -67,7 +67,7 @@ class SweepRight:
         return None
 
     def end(self, swept: Swept) -> None:
-        """Write the result of a sweep, or before it that of the last one."""
+        """Write the result of a sweep. Before a sweep, write the last result, so that the others do not sweep."""
         deleted = "inf" if swept.deleted_s == math.inf else str(max(0, round(swept.deleted_s)))
         with suppress(BucketError):
             self._control.write(

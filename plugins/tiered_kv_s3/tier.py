@@ -39,12 +39,12 @@ from tiered_kv_s3.verdict import ABSENCE, UNHEARD, BucketError, Verdict
 _PART_BYTES = 1  # one block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel
 _SHUTDOWN_S = 2.0
 _PROBE_S = 10.0
-_TOUCH_S = 60.0  # how often a use in a tier above counts
+_TOUCH_S = 60.0  # after how long a use of the same block in a tier above counts again
 _SAVE_S = 10.0  # how long a reset tries to write its mark in the background; after that the next store writes it
 _JOB_SHARE = 0.9  # a part ends a tenth of its time early, so that one stalled block does not make its job expire
 _STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
-"""Records that other processes may read: misses here until the next store of the block, and not deleted. Unlike a
-directory, a bucket has no mark of the format version of its blocks."""
+"""States of records that other processes may read. They are misses here until the next store of the block, and are not
+deleted. Unlike a directory, a bucket has no mark of the format version of its blocks."""
 
 _SKEW_MAX_S = 60.0
 _LOCKS_OBJECTS = "the bucket has object lock: deleted blocks stay until their retention ends; use one without"
@@ -94,7 +94,7 @@ class S3Tier(BlockingTier):
             self._bucket, self._naming.no_block, settings.lookup_timeout, f"tiered-kv-{name}-probe"
         )
         self._presence = Presence(self._bucket, self._counters, settings.presence_ttl, self._probe.note_silence)
-        self._loaded_s = -math.inf  # the last answer of the bucket to a load
+        self._loaded_s = -math.inf  # when the bucket last answered a load
         self._is_described = False
         self._saving = BackgroundTask(partial(self._epoch.try_to_save, _SAVE_S), f"tiered-kv-{name}-reset")
         self._sweeper = Sweeper(
@@ -138,7 +138,7 @@ class S3Tier(BlockingTier):
                 and (not isinstance(error, BucketError) or error.reason in UNHEARD)
                 and self._bucket.heard_s < asked_s
             ):
-                self._probe.note_silence()  # of the epoch's mark, or of the provider of credentials
+                self._probe.note_silence()  # no answer for the epoch's mark, or from the provider of credentials
             if isinstance(error, BucketError):  # the request's failure is logged
                 return [False] * len(keys)
             raise
@@ -231,7 +231,7 @@ class S3Tier(BlockingTier):
         (key,), (block,) = keys, blocks
         now_s = time.monotonic()
         left_s = min(self.part_deadline, now_s + self._settings.job_timeout) - now_s
-        reason: str | None  # of a request for another object, as for the epoch's mark, the server's word
+        reason: str | None  # the server's word if the request was for another object, such as the epoch's mark
         try:
             reason = transfer(key, block, now_s + _JOB_SHARE * left_s)
         except BucketError as error:
@@ -308,7 +308,7 @@ class S3Tier(BlockingTier):
     def _remove_damaged(self, name: str, status: RecordStatus, deadline: float) -> None:
         """Delete an object that is not the block's record; it is a miss here even if it cannot be deleted."""
         self._counters.add("corrupt_blocks_total", status.value)
-        is_deleted = self._bucket.delete(name, deadline) is Verdict.DONE  # it may lack the right
+        is_deleted = self._bucket.delete(name, deadline) is Verdict.DONE  # this process may lack the right
         self._presence.note(name, Verdict.ABSENT if is_deleted else Verdict.UNREADABLE, time.monotonic())
 
     # The namespace's objects.

@@ -1,6 +1,6 @@
-"""When blocks were stored and used, as far as this process knows: so that sweeps spare used blocks.
+"""When blocks were stored and used, as far as this process knows. So sweeps spare used blocks.
 
-The bucket knows the time of a store only. A used block is *renewed* if it is half as old as the blocks that sweeps
+The bucket knows only the time of a store. A used block is *renewed* if it is half as old as the blocks that sweeps
 delete: the server copies it onto itself. Any thread may call.
 """
 
@@ -20,11 +20,11 @@ class BlockUses:
     """Ages and uses of blocks, by name; times are seconds."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the dictionary
+        self._lock = threading.Lock()  # guards both dictionaries
         self._known: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """When a block was stored (minus infinity if unknown) and last used; by `time.monotonic()`."""
         self._gone: dict[str, None] = {}
-        """Of these, blocks that were found to be deleted, until `take_gone`."""
+        """Blocks that were in `_known` and were found to be deleted, until `take_gone` returns them."""
 
     def note_age(self, name: str, age_s: float) -> None:
         """Note the use of a block, and how old it is."""
@@ -32,11 +32,11 @@ class BlockUses:
         self._note(name, now_s - age_s, now_s)
 
     def note_stored(self, name: str) -> None:
-        """Note that a block was just stored or renewed, which is no use."""
+        """Note that a block was just stored or renewed. This does not count as a use."""
         self._note(name, time.monotonic(), -math.inf)
 
     def note_listed(self, name: str, age_s: float) -> None:
-        """Note how old a block is, which is no use."""
+        """Note the age of a block that is known here. This does not count as a use."""
         with self._lock:
             if name in self._known:
                 self._known[name] = time.monotonic() - age_s, self._known[name][1]

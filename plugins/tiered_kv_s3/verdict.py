@@ -24,7 +24,7 @@ _REGION_NAME = re.compile(r"[a-z0-9-]{1,64}")
 _CREDENTIAL_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 _SLOW_DOWN_CODES = frozenset({"SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling", "ThrottlingException"})
 _FULL_CODES = frozenset({"XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "InsufficientStorage"})
-"""Of servers with a full storage or quota: MinIO, Ceph."""
+"""Error codes of servers with a full storage or quota: MinIO, Ceph."""
 _UNAVAILABLE_CODES = frozenset(
     {"RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict"}
 )
@@ -38,7 +38,7 @@ class Verdict(StrEnum):
     EXPIRED = "absent_by_age"  # the object is older than `ttl`
     PRESENT = "present"  # an object of this name exists, and the request was not to replace it
     OVERSIZED = "oversized"  # the object is longer, or shorter, than a record can be
-    CREDENTIALS_EXPIRED = "credentials_expired"  # the server says that they have expired, and there are no others
+    CREDENTIALS_EXPIRED = "credentials_expired"  # the credentials have expired, and there are no others
     NO_BUCKET = "no_bucket"
     DENIED = "denied"
     NO_SPACE = "no_space"  # the server's storage, or a quota, is full; it still serves loads
@@ -71,7 +71,7 @@ UNHEARD = frozenset({Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN, Verdi
 class BucketError(TierUnavailableError):
     """A request failed; the message is a `sentence`.
 
-    `reason` is a verdict, an error code of S3, or the class of an exception; `status` 0 if there is no answer.
+    `reason` is a verdict, an error code of S3, or the class of an exception. `status` is 0 without an answer.
     """
 
     def __init__(self, message: str, reason: str, *, tier: str, operation: str, status: int = 0) -> None:
@@ -112,14 +112,14 @@ _IS_SAID: dict[str, tuple[str, str]] = {
     Verdict.REFUSED: ("refuses the request as invalid", "see whether the server knows S3's requests"),
 }
 _UNKNOWN_HOST = ("not known", "name resolution", "no address")
-"""In what the resolver says about a host that has no address."""
+"""Words in the resolver's text about a host without an address."""
 
 
 def sentence(url: str, reason: str, words: str, operation: str = "") -> str:
     """Return the fault of the bucket at `url`, and the remedy. `operation` is the request's, such as "put".
 
-    `words` are the server's or the system's, without secrets; an error code that they begin with counts before the
-    verdict.
+    `words` are the text of the server or the system, without secrets. If they begin with a known error code, it counts
+    before `reason`.
     """
     code = words.partition(":")[0]
     problem, remedy = _IS_SAID.get(code) or _IS_SAID.get(reason) or ("fails", "")
@@ -133,7 +133,7 @@ def sentence(url: str, reason: str, words: str, operation: str = "") -> str:
 
 
 def verdict_of(answer: Answer, body: bytes) -> Verdict:
-    """Return the verdict on the answer of a failure; `body` is empty if none was read."""
+    """Return the verdict on an answer that reports a failure; `body` is empty if none was read."""
     match = _CODE.search(body)
     code, status = match[1].decode() if match else "", answer.status
     if code in _CREDENTIAL_CODES:
@@ -185,6 +185,6 @@ def seconds_of(date: str) -> float | None:
         try:
             found = read(date)
             return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
-        except (ValueError, OverflowError):  # the latter of years beyond all calendars
+        except (ValueError, OverflowError):  # OverflowError: a year beyond all calendars
             pass
     return None
