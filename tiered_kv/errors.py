@@ -50,9 +50,9 @@ class MissingExtraError(ConfigError):
     Args:
         feature: The feature that needs the library, such as "tier 'redis'".
         extra: The extra of this distribution that has the library; empty for a library of another distribution.
-        install: What to do, of an author whose library no extra has, such as "pip install other-client".
-        found: The library that lacks something, with its version; where it is left out, the installed versions of the
-            extra's libraries are compared with those that it wants.
+        install: The remedy for a library that no extra has, such as "pip install other-client".
+        found: The library that lacks something, with its version. By default the installed versions of the extra's
+            libraries are compared with the versions that the extra requires.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class MissingExtraError(ConfigError):
 
 
 def _libraries_of(extra: str) -> list[tuple[str, str]]:
-    """Return the requirements of an extra of this distribution, by its metadata, and the version of a library that is
-    too old."""
+    """Return each requirement of an extra, from this distribution's metadata, and the installed version of its library
+    if that version is too old, else ""."""
     try:
         needed = importlib.metadata.requires("tiered-kv") or []
     except importlib.metadata.PackageNotFoundError:  # its files alone are there
@@ -85,7 +85,7 @@ def is_too_old(extra: str) -> bool:
 
 
 def _too_old(library: str) -> str:
-    """Return the installed version of a library such as "redis>=5.3" that is older than that; else ""."""
+    """Return the installed version of a library such as "redis>=5.3" if that version is older; else ""."""
     name, _, least = library.partition(">=")
     try:
         found = importlib.metadata.version(name.strip())
@@ -99,10 +99,10 @@ def _numbers(version: str) -> list[int]:
 
 
 def _install_command(libraries: list[str]) -> str:
-    """Return how to install the libraries of an extra of this distribution; "" if it has no such one.
+    """Return the command that installs the libraries of an extra of this distribution; "" if there are none.
 
-    The command names the libraries. By the extra, pip would look for this distribution in an index, which may have
-    none, or another one, of its name.
+    The command names the libraries. With the extra's name, pip would look for this distribution in an index, which may
+    have none of this name, or another one.
     """
     if libraries == [""]:
         return "install what the pyproject.toml of tiered-kv lists there"
@@ -116,7 +116,7 @@ class TierError(TieredKVError):
         message: What was expected, what was found, and what to do; a whole sentence, with the path or address, and
             without secrets: it is logged.
         tier: The tier's name in the stack.
-        operation: The operation that failed, such as "open" or "store"; for programs, except for "open".
+        operation: The operation that failed, such as "open" or "store". The message names only "open".
     """
 
     def __init__(self, message: str, *, tier: str = "", operation: str = "") -> None:
@@ -151,7 +151,7 @@ class ResourceError(TieredKVError):
 
 
 def remedy_of(error: BaseException) -> str:
-    """Return the remedy for an exception of Python for want of a thread, a descriptor or memory; "" for others."""
+    """Return the remedy if Python raised an exception for want of a thread, a descriptor or memory; "" for others."""
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
         return "; raise the limit of processes (ulimit -u, or pids.max of the container)"
     if isinstance(error, MemoryError):
@@ -168,7 +168,7 @@ _REMEDIES = {
 
 @contextmanager
 def needing_resources(what: str) -> Iterator[None]:
-    """Raise a `ResourceError` in place of Python's exception if the system refuses a resource; `what` is to be done."""
+    """Raise a `ResourceError` in place of Python's exception if the system refuses a resource. `what` begins it."""
     try:
         yield
     except (OSError, MemoryError, RuntimeError) as error:

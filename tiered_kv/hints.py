@@ -4,7 +4,8 @@ A hint comes in `ReqContext.kv_transfer_params`, beside the engine's own paramet
 
     {"tiered_kv": {"priority": 1, "ttl": 600, "expect_return": 20, "skip": "store"}}
 
-Clients write them, so they are validated strictly. Invalid hints are ignored.
+Clients write them, so they are validated strictly. Invalid hints are ignored. A manager reads them with its
+`HintReader`, on its own thread.
 
 A router may send them in the envelope of vLLM 0.33 (`vllm.v1.kv_hints`) and SGLang 0.5.23 (`managers/kv_hints.py`), as
 `ReqContext.kv_hints` or, as Dynamo does, in the parameters under `kv_hint`. Engines define no action. The actions come
@@ -26,7 +27,7 @@ HINT_NAMES: Final[tuple[HintName, ...]] = get_args(HintName)
 ENVELOPE_KEY: Final = "kv_hint"
 ACTION: Final = "tiered_kv.hints"
 """The action that carries our own hints."""
-ACTIONS_MAX: Final = 64
+ACTIONS_MAX: Final = 64  # in one envelope
 SECONDS_MAX: Final = 604_800.0
 """The longest time in a hint: a week."""
 
@@ -35,9 +36,9 @@ SECONDS_MAX: Final = 604_800.0
 class Hints:
     """The hints of a request about the blocks that it is the last to use."""
 
-    priority: int = 0  # value of their hits beside other requests': -1, 0 or 1
-    ttl_s: float | None = None  # after which no request will use them
-    expect_return_s: float | None = None  # after which a request will probably use them
+    priority: int = 0  # value of hits in these blocks, compared with other requests': -1, 0 or 1
+    ttl_s: float | None = None  # after so many seconds no request will use the blocks
+    expect_return_s: float | None = None  # after so many seconds a request will probably use the blocks
     skips_store: bool = False  # its new blocks are not stored
     skips_load: bool = False  # it loads no blocks, and computes its whole prompt
 
@@ -101,7 +102,7 @@ class HintReader:
         self._allowed = allowed
 
     def read(self, req_context: Any) -> Hints | None:  # Any: ours, or vLLM's
-        """Return the hints of a request, its own before an envelope's; None if it has none, or they are invalid."""
+        """Return the hints of a request; None if it has none, or they are invalid. Its own override an envelope's."""
         params = req_context.kv_transfer_params
         envelope, given = getattr(req_context, "kv_hints", None), None
         if isinstance(params, Mapping):

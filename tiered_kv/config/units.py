@@ -1,6 +1,7 @@
 """Sizes, rates, durations and paths: the types of such settings, and functions that parse and format them.
 
-`format_bytes` is exact: the parser reads back the same number. `rounded_bytes` and `rounded_seconds` are not.
+`format_bytes` is exact: the parser reads back the same number. `rounded_bytes` and `rounded_seconds` are not. Models of
+settings, commands and messages use this module, on any thread. No function keeps state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SIZES = _BINARY | _DECIMAL | {"KB": 1000}
 _SECONDS = {"us": "1e-6", "ms": "1e-3", "s": "1", "m": "60", "min": "60", "h": "3600", "d": "86400"}
 _DURATIONS = {unit: Decimal(seconds) for unit, seconds in _SECONDS.items()}
 HOURS_A_DAY = 24
-_PER_DAY = {"day": 1, "h": HOURS_A_DAY, "s": 86400}
+_PER_DAY = {"day": 1, "h": HOURS_A_DAY, "s": 86400}  # how many of each are in a day
 
 _QUANTITY = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 _SIZE_ACCEPTED = "a size such as 64MiB or 1.5GB, or a number of bytes"
@@ -31,12 +32,12 @@ _DURATION_ACCEPTED = "a duration such as 250ms, 30s or 1h, or a number of second
 
 
 def parse_bytes(value: object) -> int:
-    """Return the bytes of a size: an int, or a text such as "64MiB" or "1.5GB"; raise ValueError if it is none."""
+    """Return the bytes of a size: an int, or a text such as "64MiB" or "1.5GB"; raise ValueError for other values."""
     return _size(value, _SIZE_ACCEPTED, 1)
 
 
 def parse_bytes_per_day(value: object) -> int:
-    """Return the bytes a day of a rate: an int, or a text such as "2TiB/day"; raise ValueError if it is none."""
+    """Return the bytes a day of a rate: an int, or a text such as "2TiB/day"; raise ValueError for other values."""
     if not isinstance(value, str):
         return _size(value, _RATE_ACCEPTED, 1)
     size, _, time = value.partition("/")
@@ -89,7 +90,7 @@ def rounded_seconds(seconds: float) -> str:
 
 
 def parse_seconds(value: object) -> float:
-    """Return the seconds of a duration: a number, or a text such as "250ms"; raise ValueError if it is none."""
+    """Return the seconds of a duration: a number, or a text such as "250ms"; raise ValueError for other values."""
     number, unit = _split(value, _DURATION_ACCEPTED)
     if unit not in _DURATIONS and unit:
         raise ValueError(f"expected {_DURATION_ACCEPTED}; the units are {', '.join(_DURATIONS)}")
@@ -97,7 +98,7 @@ def parse_seconds(value: object) -> float:
 
 
 def expanded_path(path: str) -> str:
-    """Return a path with the home directory in place of a `~` at its beginning; raise ValueError if there is none.
+    """Return a path with the home directory in place of a `~` at its beginning; raise ValueError if no home is known.
 
     Without this error, a process without a home would make a directory that is called "~".
     """

@@ -39,7 +39,7 @@ _REWORDED = {
     "String should have": "expected a text with",
 }
 
-# pydantic's words from here on do not help a reader of the stack's file.
+# From one of these texts on, pydantic's message does not help a reader of the stack's file.
 _WITHOUT_DETAIL = (" or instance of", ", unable to ", ", got ")
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -110,7 +110,7 @@ def dotted(location: Location) -> str:
 
 
 def line_of(location: str) -> int | None:
-    """Return the line of a setting in the file that is being checked, or of the nearest one around it; or None."""
+    """Return the line of a setting in the checked file, or of the nearest setting around it; None if it has neither."""
     lines = LINES.get({})
     while location and location not in lines:
         location = location.rpartition(".")[0]

@@ -2,7 +2,7 @@
 
 `TieringOffloadingManager` (`tiered_kv/tiering/manager.py`) calls it on the scheduler's thread, which owns the index,
 the pins and the policy. Workers and secondary tiers copy from and to its rows. What must stay true: a row that a
-transfer uses is neither evicted nor unmapped, and a block that is being written is found by nobody.
+transfer uses is neither evicted nor unmapped, and no request loads a block that is still being written.
 
 region    the memory: one mapping, divided into rows
 backend   which rows are free, and the state of each block

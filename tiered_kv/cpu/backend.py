@@ -1,7 +1,7 @@
 """The blocks of the primary tier, their allocation, and the chains of requests.
 
-`PrimaryRows` owns all of it, on the scheduler's thread; the policies read it there. A row belongs to one
-block, and is free only while no transfer and no pin uses it.
+`PrimaryRows` owns all of it, on the scheduler's thread. The policies read it there, and set the chain and position of
+each block. A row belongs to one block, and is free only while no transfer and no pin uses it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ PROMOTION: Final = "\0promotion"
 
 
 _GROUP_BITS = 8
+"""Low bits of a position that the engine gives: the last byte of the key, which is of its group's index."""
 _uses = itertools.count(1)
 
 
 class RequestChain:
-    """A request in an eviction order, with the positions of the blocks that it has used in its prefix.
+    """A request in an eviction order, with the position of each block that it has used: its place in the prefix.
 
     Positions rise from the head to the tail. They are counted in the order of the calls, or come from the engine.
 
@@ -34,9 +35,9 @@ class RequestChain:
         hints: The request's hints.
         last_use: When the request last used or allocated blocks, as a number that rises; set by `refresh`.
         note: The policy's own data of the request.
-        position_of: Returns where a block of the request ends, in tokens, or None: `ReqContext`'s method. None if the
-            engine does not give positions.
-        spares_own: Whether none of its blocks is evicted for its later ones.
+        position_of: `ReqContext`'s method: returns the token at which a block of the request ends, or None. The
+            attribute is None if the engine gives no positions.
+        spares_own: Whether none of the request's blocks is evicted to make room for its own later blocks.
         step: The distance between the positions of neighbouring blocks: 1, or larger if the engine gives positions.
     """
 
@@ -61,17 +62,17 @@ class RequestChain:
         self.spares_own = False
         self.step = 1
         self._next_position = 0
-        self._ordered: tuple[Sequence[CPUBlock], list[int]] | None = None  # the last list in order, and its positions
+        self._ordered: tuple[Sequence[CPUBlock], list[int]] | None = None  # the last list of `in_order`, positions
         self._positions: dict[OffloadKey, int] = {}
         self._extended: list[tuple[list[OffloadKey], int]] = []
-        """Keys, and the position of their first, that `take` has not sorted into `_positions`: few requests need it."""
+        """Lists of keys, each with its first key's position. `take` adds them to `_positions`: few requests need it."""
 
     def refresh(self) -> None:
         """Note that the request uses blocks now."""
         self.last_use = next(_uses)
 
     def in_order(self, blocks: list[CPUBlock]) -> list[CPUBlock]:
-        """Return blocks that the request uses in the order of its prefix, over all KV cache groups."""
+        """Return `blocks` in the order of the request's prefix, over all KV cache groups, if the engine gives it."""
         positions = self._given_positions(blocks) if len(blocks) > 1 else None
         if positions is None:
             return blocks
@@ -82,9 +83,9 @@ class RequestChain:
         return blocks
 
     def extend(self, blocks: Sequence[CPUBlock]) -> None:
-        """Append `blocks` to the request's blocks, or place them where the engine says.
+        """Append `blocks` to the request's blocks, or set the positions that the engine gives.
 
-        They must not be in an order now.
+        No eviction order may contain the blocks now.
         """
         if self._place(blocks):
             return
@@ -97,7 +98,7 @@ class RequestChain:
         self._next_position = position
 
     def take(self, blocks: Sequence[CPUBlock]) -> None:
-        """Move `blocks`, in the order of the prefix, to this chain; they must not be in an order now.
+        """Move `blocks`, in the order of the prefix, to this chain. No eviction order may contain them now.
 
         Blocks that return from another request's chain get their former positions.
         """
@@ -121,7 +122,7 @@ class RequestChain:
         self._ordered = self.position_of = None
 
     def _place(self, blocks: Sequence[CPUBlock]) -> bool:
-        """Place blocks where the engine says; return False if it does not."""
+        """Set the positions that the engine gives; return False if it gives none."""
         before = self._next_position >> _GROUP_BITS
         ordered, self._ordered = self._ordered, None
         is_known = ordered is not None and ordered[0] is blocks and len(ordered[1]) == len(blocks)
@@ -138,7 +139,7 @@ class RequestChain:
         return True
 
     def _given_positions(self, blocks: Sequence[CPUBlock]) -> list[int] | None:
-        """Return the positions that the engine gives; None if it gives none for the first block, and so for no other.
+        """Return the positions that the engine gives; None if it gives none for the first block.
 
         Hot path: runs for each block that is stored, loaded or promoted.
         """
@@ -157,7 +158,7 @@ class RequestChain:
             key = block.key
             end_token = position_of(key)
             if end_token is not None:
-                # Blocks of several groups that end together keep one order, so that each is above the same others.
+                # Blocks of several groups that end at one token get the same order among themselves in each request.
                 position = (end_token << _GROUP_BITS) + key[-1]
             elif given:
                 position = following
@@ -174,18 +175,18 @@ class CPUBlock(BlockStatus):
     """One row of the region, with the state that the manager and its policy keep of it.
 
     Attributes:
-        block_id: The row.
+        block_id: The number of the row.
         key: The key of its block; `NO_KEY` while it is free.
         chain: The request that used it last; None for a block that is free, or was forgotten while in use.
         position: Its position in `chain`, head first.
         step: The last scheduler step in which a lookup found this block.
         loads: How many of its pins are an engine's loads.
-        is_frequent: For policies that separate blocks used once from blocks used again.
+        is_frequent: Whether a policy has seen the block used again. Only policies that ask for this set it.
         writer: The id of the request that writes it, or `PROMOTION`; unused once it is ready.
         source: The tier that it was promoted from; empty if the engine stored it.
     """
 
-    # A slot in place of the structure's field: no native code reads it here, and it takes a third of the time.
+    # `ref_cnt` is a slot in place of the ctypes structure's field: no native code reads it here, and a slot is faster.
     __slots__ = ("block_id", "chain", "is_frequent", "key", "loads", "position", "ref_cnt", "source", "step", "writer")
 
     def __init__(self, block_id: int) -> None:
@@ -213,7 +214,7 @@ class CPUBackend(Backend):
         self.num_blocks = region.num_blocks
         self.made: list[CPUBlock] = []
         """The blocks by row; a block is made when its row is first allocated."""
-        self._free: list[CPUBlock] = []
+        self._free: list[CPUBlock] = []  # made blocks whose rows are free; the last is allocated first
 
     def get_num_free_blocks(self) -> int:
         return len(self._free) + self.num_blocks - len(self.made)
@@ -244,7 +245,7 @@ class CPUBackend(Backend):
         self.free_all((block,))
 
     def free_all(self, blocks: Collection[CPUBlock]) -> None:
-        """Free blocks; cheaper than one by one, which comes here too."""
+        """Free blocks together, which costs less than to free each alone. `free` calls it too."""
         append = self._free.append
         for block in blocks:
             assert block.key is not NO_KEY, "block freed twice"

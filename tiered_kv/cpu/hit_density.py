@@ -1,13 +1,14 @@
 """Estimates of hit density: expected hits for the room and time that blocks take, by their group and age.
 
-The policy `density` asks it on the scheduler's thread, and nvme's `Worth` on the reclaimer's. It decides an order, and
-no byte depends on it.
+The policy `density` asks it on the scheduler's thread, and nvme's `Worth` on the reclaimer's. The estimates decide only
+which blocks are evicted first; no byte depends on them.
 
 The unit is called a tail here: the policy `density` keeps or evicts tails of prompts, and nvme small groups of blocks.
 
-The chance of a return at some age is the hazard. It is the hazard of the tail's kind at this age, times a factor of its
-group (proportional hazards: D. R. Cox, 1972). The density at an age is the chance that the tail returns while it is
-kept, divided by the expected time that it stays. The estimate assumes the time of keeping with the highest density.
+The hazard is the chance that a tail returns at some age. It is the hazard of the tail's kind at this age, times a
+factor of its group (proportional hazards: D. R. Cox, 1972). The density at an age is the chance that the tail returns
+while it is kept, divided by the expected time that it stays. The estimate keeps a tail for the time with the highest
+density.
 """
 
 from __future__ import annotations
@@ -32,24 +33,26 @@ With one for each doubling, hits were up to 1 % fewer.
 EDGES: Final = [0.0, *(2.0 ** (bucket / 2) for bucket in range(BUCKETS))]
 """The age at which each bucket begins, and the end of the last one."""
 DECAY: Final = 0.97
-"""Factor of the evidence at each computation of the densities: it halves in 23 of them."""
+"""Factor of the evidence at each computation of the densities: the evidence halves in 23 computations."""
 PRIOR_TAILS: Final = 2.0
 """Weight of the prior in each bucket, in tails. With 10 the hits are the same within 1 %, also for `PRIOR_HITS`."""
 PRIOR_HITS: Final = 4.0
 """Weight of the prior in each group, in hits."""
 LEVELS: Final = 4.0
-"""Levels in a factor of e. The estimates are not more precise, so densities within about a quarter count as equal."""
+"""Levels for each factor of e. Estimates are no more precise, so densities within about a quarter count as equal."""
 COLD_AGE: Final = 1.0
-"""In the prior, the density falls with the root of this age plus the tail's age, which gives the order of LRU."""
+"""In units of age. The prior's density falls with the root of this age plus the tail's age: LRU's order."""
 _PRIOR: Final[Table] = 1 - np.sqrt((COLD_AGE + np.array(EDGES[:-1])) / (COLD_AGE + np.array(EDGES[1:])))
+"""The hazard of each bucket in the prior."""
 _WIDTHS: Final[Table] = np.diff(EDGES)
 
 
 class HitDensity:
     """Counts of tails and of their returns, and the densities computed from them.
 
-    A cell is a group at an age: cell `group * BUCKETS + bucket`. Each of `kinds` kinds of tails has its own hazard, and
-    `groups` groups, which are numbered kind by kind. `decay` is the factor of the evidence at each computation.
+    A cell is a group at an age, with the number `group * BUCKETS + bucket`. Each of the `kinds` kinds of tails has its
+    own hazard and `groups` groups of its own. Groups are numbered kind by kind. `decay` is the factor of the evidence
+    at each computation.
     """
 
     def __init__(self, kinds: int, groups: int, *, decay: float = DECAY) -> None:
@@ -67,9 +70,9 @@ class HitDensity:
         self.learn()
 
     def add_kind(self, prior: int = 0) -> int:
-        """Add a kind, with the last cells, and return its number; `learn` computes their levels.
+        """Add a kind, whose cells follow all others, and return its number. `learn` computes the cells' levels.
 
-        Its prior is the kind `prior`: the first, or one whose prior is the first.
+        `prior` is the kind from which the new one starts: the first kind, or a kind whose own prior is the first.
         """
         empty = array("d", bytes(8 * self._groups * BUCKETS))
         self.hits, self.seen = self.hits + empty, self.seen + empty
@@ -88,7 +91,7 @@ class HitDensity:
         hazard = (kind_hits + PRIOR_TAILS * _PRIOR * np.minimum(1, held)) / (kind_seen + PRIOR_TAILS)
         added = slice(self._first_kinds, None)
         priors = self._priors[added]
-        for _ in range(2):  # a prior before the kinds that have it
+        for _ in range(2):  # the second pass serves kinds whose prior is an added kind
             hazard[added] = (kind_hits[added] + PRIOR_TAILS * hazard[priors]) / (kind_seen[added] + PRIOR_TAILS)
         expected = (seen * hazard).sum(2, keepdims=True)
         group_hits = hits.sum(2, keepdims=True)

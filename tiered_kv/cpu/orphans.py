@@ -15,11 +15,11 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
 
 SWEEP_BLOCKS: Final = 512
-"""Blocks of a sweep, which takes half a millisecond."""
+"""Blocks of one sweep, which takes half a millisecond."""
 
 
 class RowsOwner(Protocol):
-    """Is told which blocks the primary tier loses, as `BlockHistory` is."""
+    """Gets the keys of the blocks that the primary tier loses, as `BlockHistory` does."""
 
     def evicted(self, keys: Collection[OffloadKey]) -> None:
         """Take note of blocks that were evicted."""
@@ -31,23 +31,23 @@ class RowsOwner(Protocol):
 class Orphans:
     """The blocks from before resets.
 
-    A block in use stays until its transfer ends: that call names only the key, and must find this block. Until then its
-    key cannot be stored again. All others are free, or will be once they are swept.
+    A block in use stays until its transfer ends. The call that ends the transfer names only the key, and must find this
+    block. Until then its key cannot be stored again. The rows of all other blocks become free when they are swept.
 
     Args:
         free: Frees the rows of blocks.
 
     Attributes:
-        exist: Whether there are any; hot paths look at it.
-        unswept: The indexes of which a sweep has not seen each block, the oldest first.
-        owner: Is told which keys a sweep has come to; optional.
+        exist: Whether there are blocks from before a reset; hot paths read it.
+        unswept: The indexes that sweeps have not emptied yet, the oldest first.
+        owner: Gets the keys that a sweep has taken; optional.
     """
 
     def __init__(self, free: Callable[[Collection[CPUBlock]], None]) -> None:
         self._free = free
-        self._in_use: dict[OffloadKey, CPUBlock] = {}
+        self._in_use: dict[OffloadKey, CPUBlock] = {}  # swept blocks that a transfer still uses
         self.unswept: deque[dict[OffloadKey, CPUBlock]] = deque()
-        self._remains: deque[dict[Any, Any]] = deque()
+        self._remains: deque[dict[Any, Any]] = deque()  # dictionaries of policies, which are dropped in parts
         self.exist = False
         self.owner: RowsOwner | None = None
 
@@ -56,11 +56,11 @@ class Orphans:
 
     @property
     def are_in_use(self) -> bool:
-        """Whether any is."""
+        """Whether a transfer uses a block from before a reset."""
         return bool(self._in_use) or any(block.ref_cnt for index in self.unswept for block in index.values())
 
     def get(self, key: OffloadKey) -> CPUBlock | None:
-        """Return the block of this key that is in use."""
+        """Return the block of this key that a transfer uses; None without one."""
         block = self._in_use.get(key)
         if block is None:
             found = (index.get(key) for index in self.unswept)
@@ -68,12 +68,12 @@ class Orphans:
         return block
 
     def owns(self, block: CPUBlock) -> bool:
-        """Return whether a block is one of these."""
+        """Return whether a block is from before a reset."""
         key = block.key
         return self._in_use.get(key) is block or any(index.get(key) is block for index in self.unswept)
 
     def add(self, index: dict[OffloadKey, CPUBlock], remains: dict[Any, Any]) -> None:
-        """Take over the index of a primary tier that is reset, and the rest of its policy: both have no other user."""
+        """Take over the index of a primary tier at a reset, and its policy's dictionary; nobody else uses them."""
         if index:
             self.unswept.append(index)
             self.exist = True
@@ -81,7 +81,7 @@ class Orphans:
             self._remains.append(remains)
 
     def remove(self, block: CPUBlock) -> bool:
-        """Give a block back to the caller, who frees it; return whether it was one of these."""
+        """Remove a block, which the caller then frees; return whether it was here."""
         for index in (self._in_use, *self.unswept):
             if index.get(block.key) is block:
                 del index[block.key]
@@ -90,7 +90,7 @@ class Orphans:
         return False
 
     def sweep(self, count: int = SWEEP_BLOCKS) -> int:
-        """Free the unused ones of the next `count` blocks; return how many rows became free."""
+        """Take the next `count` blocks, and free those that are unused; return how many rows became free."""
         freed = 0
         while count > 0 and self.unswept:
             index = self.unswept[0]
@@ -109,12 +109,12 @@ class Orphans:
         return freed
 
     def make_room(self, rows: int) -> None:
-        """Free so many rows, or all."""
+        """Free at least `rows` rows, or all that no transfer uses."""
         while rows > 0 and self.unswept:
             rows -= self.sweep(max(rows, SWEEP_BLOCKS))
 
     def _drop(self, count: int) -> None:
-        """Drop the rest of a policy in parts: to drop all at once takes 20 ms for a million blocks."""
+        """Drop the policies' dictionaries in parts: dropping all at once takes 20 ms for a million blocks."""
         while count > 0 and self._remains:
             if self._remains[0]:
                 count -= 1 + len(self._remains[0].popitem()[1])

@@ -37,8 +37,8 @@ from tiered_kv.system.permissions import NotPrivateError, check_file
 SHARED_MEMORY_DIRECTORY = Path("/dev/shm")
 HEADER_BYTES = 4096
 ROWS_OFFSET = 2 << 20
-"""Byte offset of the first row: the header takes one huge page of 2 MiB. In larger ones the rows begin within a page,
-and their mapping does, too."""
+"""Byte offset of the first row: the header takes one huge page of 2 MiB. With larger huge pages, the rows and their
+mapping begin inside a page."""
 _FORMAT = 1
 
 # mbind(2) has no wrapper in libc; its number is per architecture (Linux's syscall tables).
@@ -182,7 +182,7 @@ class PrimaryRegion:
         return self.is_pinned
 
     def unpin(self) -> None:
-        """Undo `pin`; no copy runs. A second call does nothing."""
+        """Undo `pin`. No copy may run meanwhile. A second call does nothing."""
         if self.is_pinned:
             cudart = _cuda_runtime()
             assert cudart is not None
@@ -275,7 +275,7 @@ def _bind_to_node(address: int, size_bytes: int, node: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The numbers that all processes that map a region must agree on; raises `ConfigError` for a number below 1."""
+    """The numbers that are equal in all processes that map a region; raises `ConfigError` for a number below 1."""
 
     rows: int
     row_bytes: int

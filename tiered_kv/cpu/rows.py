@@ -22,7 +22,7 @@ EVENTS_MAX = 1 << 16
 PROMOTION_ROWS_MAX = 8
 """Limit of rows that are evicted together when one block is promoted: the next blocks of its prefix find them free."""
 _ROWS_SHARE = 512
-"""They are at most one row of the primary tier in so many."""
+"""For a promotion, at most one row in so many of the primary tier is evicted together."""
 _GRANTED = OffloadKey(b"\0granted")
 """Stands for the key of a row that was granted without one."""
 _position_of = attrgetter("position")
@@ -35,7 +35,7 @@ class PrimaryRows:
     policy contains the ready blocks only, so only they can be evicted. All methods belong to the manager's thread.
 
     The life of a block: `allocate` takes a row, in state writing. `commit` makes it ready, or `abandon` frees it. `pin`
-    and `unpin` enclose each transfer that reads it. `allocate` of others evicts it, or `reset` forgets it.
+    and `unpin` enclose each transfer that reads it. At last `allocate` evicts it for others, or `reset` forgets it.
 
     Args:
         backend: Allocates the blocks.
@@ -50,14 +50,14 @@ class PrimaryRows:
         policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, backend.num_blocks)
         self.policy = checked_policy(policy, backend.num_blocks)
         self._ends_every_step = self.policy is not policy  # a built-in policy protects blocks only while it evicts
-        self._has_evicted = False
+        self._has_evicted = False  # in this step
         self.blocks: dict[OffloadKey, CPUBlock] = {}
         """All blocks that are ready, pinned or being written. A reset replaces it."""
         self.step = 0
         """Number of the scheduler's step. Blocks with this `step` are not evicted before the step ends."""
         self.epoch = 0
         """The number of resets."""
-        self.evicted_blocks = 0
+        self.evicted_blocks = 0  # in all, for `snapshot`
         self._owner: RowsOwner | None = None
         self._rows_ahead = min(PROMOTION_ROWS_MAX, backend.num_blocks // _ROWS_SHARE)
         self.orphans = Orphans(backend.free_all)
@@ -65,7 +65,7 @@ class PrimaryRows:
         self._events: deque[OffloadingEvent] | None = deque(maxlen=EVENTS_MAX) if enable_events else None
 
     def tell(self, owner: RowsOwner) -> None:
-        """Tell `owner` from now on which blocks are lost."""
+        """Report lost blocks to `owner` from now on."""
         self._owner = self.orphans.owner = owner
 
     # Which blocks there are.
@@ -96,9 +96,9 @@ class PrimaryRows:
         return found
 
     def find_absent(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], bool]:
-        """Return the keys that can be stored, each once, and whether any other block is there.
+        """Return the keys that can be stored, each once, and whether a block of another key is present.
 
-        A block that is there is not evicted before the step ends: not for the sake of its own request's tail.
+        A present block is not evicted before the step ends, not even to store the tail of its own request.
         """
         get, step = self.blocks.get, self.step
         absent: dict[OffloadKey, None] = {}
@@ -115,7 +115,7 @@ class PrimaryRows:
         return list(absent), has_present
 
     def is_orphaned(self, key: OffloadKey) -> bool:
-        """Return whether a transfer still uses a block of this key from before a reset: it cannot be stored again."""
+        """Return whether a transfer still uses a block of this key from before a reset: then it cannot be stored."""
         return self.orphans.exist and key in self.orphans
 
     @property
@@ -144,9 +144,9 @@ class PrimaryRows:
         return blocks
 
     def grant(self, count: int) -> list[CPUBlock] | None:
-        """Allocate `count` rows for blocks; their keys come later, by `adopt`; None if there is no room.
+        """Allocate `count` rows, which get their keys later, by `adopt`; return None if there is no room.
 
-        Until then they are in no index. `backend.free` frees them.
+        Until then the rows are in no index. `backend.free` frees them.
         """
         if not self._make_room(count, RequestChain(), []):
             return None
@@ -158,7 +158,7 @@ class PrimaryRows:
         """Give granted rows their keys, in state writing; `commit` follows.
 
         Returns:
-            The rows that are not used, since a block of the key is there.
+            The rows that stay unused, because there is a block of their key.
         """
         adopted, unused = [], []
         for key, block in zip(keys, rows, strict=True):
@@ -201,7 +201,7 @@ class PrimaryRows:
         return True
 
     def _victims(self, missing: int, chain: RequestChain, ahead: int) -> list[CPUBlock] | None:
-        """Return evicted blocks: `ahead` if there are so many besides the request's own, else `missing`, or None."""
+        """Evict `ahead` blocks if other requests have so many, else `missing` ones; return them, or None if too few."""
         evict, step, self._has_evicted = self.policy.evict, self.step, True
         if ahead > missing and (victims := evict(ahead, step, chain)):
             return victims
@@ -211,9 +211,9 @@ class PrimaryRows:
     # Writes and pins.
 
     def written_by(self, writer: str, keys: Iterable[OffloadKey]) -> list[CPUBlock]:
-        """Return the blocks of `keys` that this request was to write; free them if a reset has removed them.
+        """Return the blocks of `keys` that this request was to write; free those that a reset has removed.
 
-        If the engine gives positions, they are in the order of the prefix.
+        If the engine gives positions, the returned blocks are in the order of the prefix.
         """
         get = self.blocks.get
         written = []
@@ -240,7 +240,7 @@ class PrimaryRows:
             self.policy.add(blocks)
 
     def note_stored(self, keys: list[OffloadKey]) -> None:
-        """Make one event for blocks that became ready together. It keeps the list."""
+        """Make one event for blocks that became ready together. The event keeps the list."""
         self._note_event(keys, removed=False)
 
     def abandon(self, blocks: Iterable[CPUBlock]) -> None:
@@ -283,7 +283,7 @@ class PrimaryRows:
         self.policy.use(chain.in_order(blocks), chain)
 
     def end_loads(self, keys: Iterable[OffloadKey]) -> None:
-        """End one load of each block of `keys` that an engine loads: the other pins are not the engine's to release."""
+        """End one load of each block of `keys` that an engine loads. The other pins of these blocks stay."""
         loaded = []
         for key in dict.fromkeys(keys):
             block = self.blocks.get(key) or self.orphans.get(key)
@@ -295,7 +295,7 @@ class PrimaryRows:
     # Steps, resets and the end.
 
     def begin_request(self, now_s: float) -> None:
-        """Note that a request begins, by a monotonic clock."""
+        """Note that a request begins at `now_s`, in seconds of a monotonic clock."""
         self.policy.now_s = now_s
 
     def end_step(self) -> None:
@@ -322,7 +322,7 @@ class PrimaryRows:
     def reset(self, *, is_reported: bool = True) -> None:
         """Forget every key. The rows of running transfers become free when the transfers end, others in later steps."""
         self.epoch += 1
-        if self._events is not None and is_reported:  # an engine has to know each
+        if self._events is not None and is_reported:  # an engine must learn of each removed block
             self._note_event([key for key, block in self.blocks.items() if block.ref_cnt >= 0], removed=True)
         old, self.blocks = self.blocks, {}
         self.orphans.add(old, self.policy.clear(block for block in old.values() if block.ref_cnt == 0))

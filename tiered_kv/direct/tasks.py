@@ -26,7 +26,7 @@ Done = Callable[[list[bool]], None]
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One call of a program. It has ended when no item is open: a job, a lookup, or blocks that wait for a job."""
+    """One call of a program. Its items are jobs, lookups, and blocks that wait for a job; it ends with the last one."""
 
     kind: Kind
     keys: Sequence[OffloadKey]
@@ -34,12 +34,12 @@ class Task:
     context: ReqContext
     blocks: list[CPUBlock] = field(default_factory=list)  # `block_id` is the offset, `position` the place in `keys`
     begin_by_s: float = math.inf  # until when blocks wait for a job
-    repeats: list[tuple[int, int]] = field(default_factory=list)  # (place without a block, place of its answer)
+    repeats: list[tuple[int, int]] = field(default_factory=list)  # (place without a block, place with its answer)
     answers: list[bool] = field(init=False)
     open_items: int = 1  # the call itself is one, until it has been divided
     is_outdated: bool = False  # it began before a reset
     # Only a lookup has these.
-    asked: list[list[int]] = field(default_factory=list)  # places of keys by the tier to ask next; last: no tier left
+    asked: list[list[int]] = field(default_factory=list)  # by tier to ask next: places in `keys`; last: no tier left
     until_s: list[float] = field(default_factory=list)  # by tier: when its keys without an answer become misses
 
     def __post_init__(self) -> None:
@@ -53,8 +53,8 @@ class TierQueue:
     """A guarded tier, and the blocks that wait for its budgets. Owned by the tiers' thread.
 
     Blocks over a budget wait. They fail without a job if the tier is disabled, its breaker is open, expired jobs hold
-    its budget, or they have waited too long. `load_below` is called with the blocks that this tier could not load, and
-    then `end`, which ends their item.
+    its budget, or they have waited too long. For blocks that this tier could not load, the queue calls `load_below`,
+    and then `end`, which ends their item.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class TierQueue:
         return not self._in_flight
 
     def state(self) -> dict[str, int | bool]:
-        """Return the counts beside the tier's own. Any thread may call."""
+        """Return the queue's counts, besides those of the tier itself. Any thread may call."""
         return {"waiting_blocks": self.waiting_blocks, "is_disabled": self.guarded.is_disabled}
 
     def tasks_in_flight(self) -> list[Task]:
-        """Return the tasks of jobs that the tier has not reported. After an error: it drops the jobs' results."""
+        """Return the tasks of jobs that the tier has not reported. Only after an error: it drops the jobs' results."""
         for result in self.guarded.call("get_finished") or ():
             with suppress(TypeError):  # an id that cannot be hashed
                 self.guarded.jobs.pop(getattr(result, "job_id", None), None)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ class TierQueue:
         self._end(task)
 
     def expired(self, job: SubmittedJob) -> None:
-        """Wait on: the caller may not use the blocks before the tier has reported the job."""
+        """Do nothing: the caller may not use the blocks before the tier has reported the job."""
 
     def submit(self, now_s: float) -> None:
         """Submit jobs while the budgets allow, loads first."""
@@ -156,7 +156,7 @@ class TierQueue:
         return bool(waiting)
 
     def _take(self, waiting: _Waiting, room: int) -> tuple[Task, list[CPUBlock]]:
-        """Take at most `room` blocks of those that wait first; without room all of them, which will fail."""
+        """Take at most `room` blocks of the task that waits longest; without room all its blocks, which will fail."""
         task, blocks = waiting.popleft()
         if 0 < room < len(blocks):
             task.open_items += 1

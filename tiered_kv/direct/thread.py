@@ -36,8 +36,9 @@ _log = logging.getLogger(__name__)
 TICK_S: Final = 0.02
 """How often deadlines are checked while a task is open. The end of a job or lookup wakes the thread at once."""
 IDLE_TICK_S: Final = 0.5
+"""How often the thread wakes while no task is open."""
 SHUTDOWN_TIMEOUT_S: Final = 6.0
-"""For each tier; more than a tier takes to close."""
+"""How long `close` waits for each tier to shut down; a tier takes less."""
 _CLOSE_POLL_S: Final = 0.001
 METRICS: Final = (
     Metric("callback_errors_total", "Exceptions of the caller's functions."),
@@ -60,18 +61,18 @@ class TierThread:
         self.queues: list[TierQueue] = []
         self._log_limit = LogLimit()
         self.counters = Counters(METRICS)
-        self._open: dict[Task, None] = {}
+        self._open: dict[Task, None] = {}  # tasks without an answer
         self._on_removed = on_removed
         self._pid = os.getpid()
         self._messages: SimpleQueue[_Message] = SimpleQueue()
         self.wake = partial(self._messages.put, None)
-        self._close_by_s: float | None = None
+        self._close_by_s: float | None = None  # when transfers must have ended; None before `close`
         self._has_failed = False
         self._is_over: bool | None = None  # whether all transfers have ended; None until the tiers are shut down
         self._has_ended = False  # the thread takes no message any more
         # Only the thread uses these.
         self._lookups: dict[Task, None] = {}
-        self._ended: list[Task] = []
+        self._ended: list[Task] = []  # tasks that the next `_report` answers
         self._is_shut_down = False
         self._thread = threading.Thread(target=self._run, name="tiered-kv-direct", daemon=True)
 
@@ -139,7 +140,7 @@ class TierThread:
 
     def _look_up(self, task: Task) -> None:
         task.asked = [list(range(len(task.keys))), *([] for _ in self.queues)]
-        # Each tier's own timeout ends before. One tier is asked after the other.
+        # The guarded tier's own timeout ends before this one. The tiers are asked one after the other.
         timeouts_s = [queue.guarded.settings.lookup_timeout + TICK_S for queue in self.queues]
         task.until_s = [time.monotonic() + until_s for until_s in accumulate(timeouts_s)]
         self._lookups[task] = None
@@ -178,7 +179,7 @@ class TierThread:
                 self._end_soon(now_s)
 
     def _take_messages(self, timeout_s: float) -> None:
-        """Wait for a message, and process all that are there."""
+        """Wait for a message; process it, and all others in the queue."""
         with suppress(Empty):
             self._process(self._messages.get(timeout=timeout_s))
             for _ in range(self._messages.qsize()):
@@ -274,7 +275,7 @@ class TierThread:
             self._is_over = all(queue.is_idle for queue in self.queues)
 
     def _end_after_error(self) -> None:
-        """Close the tiers, and answer every task with memory that they do not use."""
+        """Close the tiers, and answer each task as soon as no tier uses its memory."""
         self._close_by_s, self._is_shut_down = time.monotonic(), True
         for queue in self.queues:
             queue.guarded.call("shutdown")
@@ -289,7 +290,7 @@ class TierThread:
 
 
 def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:
-    """Divide blocks so that no job has a key twice: a tier could load one of two blocks, and report the key."""
+    """Divide blocks so that no job has a key twice: a tier could load one of the two blocks, and report their key."""
     batches: list[list[CPUBlock]] = []
     times: dict[OffloadKey, int] = {}
     for block in blocks:

@@ -55,17 +55,18 @@ class DirectTiers:
     `on_done` is called when no tier touches the blocks any more. Until then the caller must not change the blocks of a
     store, nor use the blocks of a load, not even after a deadline: a transfer that hangs keeps its task open.
 
-    Blocks over a tier's budget wait. They fail in that tier if it is disabled, its breaker is open, or half-open with a
-    job in flight, if expired jobs hold the whole budget, or after `wait_s_max`. A budget is by default the whole
-    memory, and at most 256 MiB.
+    Blocks over a tier's budget wait. They fail in that tier after `wait_s_max`. They fail at once if the tier is
+    disabled, or expired jobs hold the whole budget, or the breaker is open, or half-open with a job in flight. The
+    default budget is the size of the memory, and at most 256 MiB.
 
     Args:
         memory: A writable, contiguous buffer, or a tensor of torch, or (address, bytes). It must stay mapped until
             `close` has returned True.
+        block_bytes: Bytes of a block.
         tiers: Entries as in a stack's `secondary`, in the order of the search.
         namespace: The facts that must agree, besides the sizes, for blocks to be interchangeable.
         block_tokens: Tokens of a block; a part of the namespace's identity.
-        wait_s_max: How long blocks may wait for a budget.
+        wait_s_max: How long blocks may wait for a budget, in seconds.
         on_removed: Called on the tiers' thread with a tier's name and blocks that are not in that tier any more:
             evicted, damaged, or missing in a load. Not called for a `reset`.
 
@@ -178,7 +179,7 @@ class DirectTiers:
         Name the last used blocks first, and the blocks of a request head first. A call a second is enough.
 
         Raises:
-            ValueError: A key is none.
+            ValueError: A key is invalid.
         """
         self._thread.post(partial(self._thread.touch, _checked_keys(keys)))
 
@@ -191,7 +192,7 @@ class DirectTiers:
         """
         if self._thread.is_current:
             raise RuntimeError("a callback cannot wait: it runs on the thread that it would wait for")
-        # Before the task: after a ValueError of the queue the caller would use the memory again.
+        # Before the task begins: after a ValueError of the queue the caller would use the memory too early.
         limit_s = None if timeout_s is None else max(0.0, min(timeout_s, threading.TIMEOUT_MAX / 2))
         answers: SimpleQueue[list[bool]] = SimpleQueue()  # unlike a Future, whole after an interrupt
         getattr(self, method)(*args, answers.put)
@@ -203,7 +204,7 @@ class DirectTiers:
     def reset(self) -> None:
         """Forget every block that was stored before this call. Returns at once.
 
-        Calls before it end: `store` and `contains` answer False, and `load` loads no further block. A tier that cannot
+        Earlier calls end: `store` and `contains` answer False, and `load` loads no further block. A tier that cannot
         reset is not used any more.
         """
         self._thread.post(self._thread.reset)
@@ -295,7 +296,7 @@ def _bytes_of(memory: Any, block_bytes: int) -> memoryview:  # Any: as in `Direc
 
 
 def part_of(tier: TierSettings, directory: str, share: Fraction) -> TierSettings:
-    """Return a tier's settings for one of several kinds of blocks: a part of its storage, if that is not shared.
+    """Return a tier's settings for one of several kinds of blocks: a part of its storage, unless tiers share it.
 
     See `TierSettings.part_of_storage` for the arguments.
 

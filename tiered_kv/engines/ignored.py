@@ -1,8 +1,8 @@
 """The ignored settings: settings and variables that change no byte of a block, so a namespace need not cover them.
 
-`ignored_settings.toml` has their names: the file beside an engine's plugin has the engine's, the file in this folder
-those of libraries. `facts` and the plugins' `engine` read the files once, when they are imported. A setting that no
-file names counts. So a setting of a new release counts until somebody has looked at it.
+`ignored_settings.toml` names them: the file beside an engine's plugin names the engine's settings, the file in this
+folder names settings of libraries. `facts` and the plugins' `engine` read the files once, when they are imported. A
+setting that no file names counts. So a setting of a new release counts until somebody has looked at it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class IgnoredSettings:
     counting: Mapping[str, frozenset[str]]
     """Sections of which only these settings count."""
     variables: frozenset[str]
-    """Variables of the environment."""
+    """Variables of the environment that do not count."""
     packages: frozenset[str]
-    """Installed packages."""
+    """Installed packages that do not count."""
 
     def counts(self, section: str, name: str) -> bool:
         """Return whether a namespace covers the setting `name` of a section."""
@@ -38,7 +38,7 @@ class IgnoredSettings:
 
 
 def ignored_settings(folder: Path) -> IgnoredSettings:
-    """Return the names in the file of `folder`: that of the module that asks."""
+    """Return the names in the file of `folder`, which is the folder of the calling module."""
     found = tomllib.loads((folder / _FILE).read_text("utf-8"))
     settings, counting = (
         {section: frozenset(names) for section, names in found.get(table, {}).items()}

@@ -14,19 +14,19 @@ from itertools import combinations
 from typing import NamedTuple
 
 PROMPT_TOKENS_MIN = 32
-"""Tokens of a request in a step that must be of its prompt: it generates fewer, even with speculation."""
+"""From so many tokens in a step on, a request computes its prompt: it generates fewer, even with speculation."""
 PREFILL_SHARE_MIN = 0.5
-"""Tokens of prompts in a step that counts, as a share of the largest step: smaller steps spend much time on other work.
-The time of a step without prompts cannot be subtracted from the prompts': the launches of kernels overlap with the
-computing."""
+"""Least tokens of prompts in a step that counts, as a share of the largest step: smaller steps spend much time on other
+work. The time of a step without prompts cannot be subtracted: the launches of kernels overlap with the computing of
+prompts."""
 LARGEST_FORGET = 0.98
-"""Factor for the largest step at each step with prompts: an engine may go over to smaller ones."""
+"""Factor of the largest step at each step with prompts: an engine may change to smaller steps."""
 STEPS_MAX = 15
 """The number of steps of a median, so that one slow step, such as the first of a shape, does not count."""
 SPREAD_MIN = 128
-"""Least difference in the tokens before two steps, from which the growth is computed."""
+"""Least difference between two steps in the tokens before them: only such pairs of steps give the growth."""
 _RUNNING_MAX = 64
-_FORGET = 0.95
+_FORGET = 0.95  # weight of the average before, at each step
 
 
 class TokenCost(NamedTuple):
@@ -39,22 +39,23 @@ class TokenCost(NamedTuple):
 class PrefillMeter:
     """Times steps from their schedule to their output, in the same order. Owned by the scheduler's thread.
 
-    With several steps in flight, a step begins at the end of the step before it. The engine spends the time of a step
-    without prompts in any case, so it is no part of a prompt's cost. Otherwise the few tokens of a long chat's next
-    turn would seem dear, and with them the tokens before them.
+    With several steps in flight, a step begins at the end of the step before it. The engine needs the time of a step
+    without prompts in any case, so this time is no part of a prompt's cost. Otherwise the few new tokens of a long chat
+    would seem expensive, and with them the tokens before them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._running: deque[tuple[int | None, float, float]] = deque(maxlen=_RUNNING_MAX)
-        self._largest = 0.0
+        """Steps in flight: tokens of prompts (None if it only generates), average tokens before them, and the start."""
+        self._largest = 0.0  # tokens of prompts in the largest step, which decays
         self._base: deque[float] = deque(maxlen=STEPS_MAX)
         """Seconds of the last steps that only generated."""
         self._ended_s = 0.0
         self.step_s = 0.0
-        """Seconds of a step of any kind, on average: about the last twenty matter."""
+        """Average seconds of a step of any kind, mostly of the last twenty steps."""
         self._steps: deque[tuple[float, float]] = deque(maxlen=STEPS_MAX)
-        """For each step, how many tokens are before one of its tokens, on average, and the seconds of a token."""
+        """For each step, the average number of tokens before one of its tokens, and the seconds of a token."""
 
     def begin(self, parts: Iterable[tuple[int, int]]) -> None:
         """Note a scheduled step: for each request, its tokens in the step, and how many are before them."""

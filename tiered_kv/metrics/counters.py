@@ -18,9 +18,9 @@ from tiered_kv.metrics.series import Family, Labels
 LABELS_MAX: Final = 64
 """Limit of label combinations of one counter: some labels are words from storage, or from third-party tiers."""
 OTHER: Final = "other"
-"""Replaces the last label of events beyond this limit, and then all labels."""
+"""Replaces the last label of an event beyond this limit. Beyond the next limit it replaces all labels."""
 OTHERS_MAX: Final = 7
-"""Limit of combinations of which only the last label is replaced."""
+"""Limit of combinations in which `OTHER` replaces the last label only."""
 
 
 class Counters:
@@ -29,10 +29,10 @@ class Counters:
     A plugin returns `snapshot()` from its tier's `stats`.
 
     Args:
-        metrics: What may be counted. Those that do not only grow are left out: they are gauges, which a tier reports
-            itself. A counter without labels begins with 0. With labels, each combination appears with its first event.
-            Beyond `LABELS_MAX` combinations, the last label of a new one is `OTHER`; beyond `OTHERS_MAX` of these, each
-            label is.
+        metrics: The metrics that may be counted. Gauges, which may also fall, are left out: a tier reports them itself.
+            A counter without labels begins with 0. With labels, each combination appears with its first event. Beyond
+            `LABELS_MAX` combinations, `OTHER` replaces the last label of a new one; beyond `OTHERS_MAX` of these, it
+            replaces each label.
     """
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
@@ -60,7 +60,7 @@ class Counters:
         return self._values[name][()]
 
     def total(self, name: str, *labels: str) -> int:
-        """Return the sum of a counter over all labels but the first ones, which are given."""
+        """Return the sum of a counter over all combinations of labels that begin with `labels`."""
         with self._lock:
             values = self._values[name].copy()
         return sum(count for counted, count in values.items() if counted[: len(labels)] == labels)

@@ -1,4 +1,4 @@
-"""What plugins declare for their tiers: checks when a tier type is made and registered.
+"""Checks of the metrics that plugins declare for their tiers, when a tier type is made, and when it is registered.
 
 `TierType` and `TierPlugins` call these functions, on the thread that opens a stack or registers a plugin. What must
 stay true: one name is one metric in a process, since Prometheus takes each name once, with one help and one set of
@@ -17,14 +17,14 @@ from tiered_kv.metrics.vocabulary import COMMON
 METRICS_MAX: Final = 128
 """Metrics of one tier type."""
 _TAKEN: Final = ("number",)
-"""Stands for numbers that no tier type declares."""
+"""The exporters use this name for numbers that no tier type declares."""
 
 
 def checked_metrics(metrics: object) -> tuple[Metric, ...]:
-    """Return what a plugin declares for one tier, if Prometheus can tell it apart.
+    """Return the metrics that a plugin declares for one tier, if Prometheus can tell them apart.
 
     Raises:
-        ConfigError: It is no tuple of metrics, there are too many, or two have one name.
+        ConfigError: The argument is no tuple of metrics, there are too many, or two have one name.
     """
     if not isinstance(metrics, (tuple, list)) or not all(isinstance(each, Metric) for each in metrics):
         raise ConfigError(f"its metrics are no tuple of Metric: {metrics!r}")
@@ -42,7 +42,7 @@ def checked_metrics(metrics: object) -> tuple[Metric, ...]:
 
 
 def refuse_conflicts(owner: str, metrics: Iterable[Metric], others: Mapping[str, Iterable[Metric]]) -> None:
-    """Raise `ConfigError` if one of `metrics` is declared otherwise by one of `others`, whose keys are their names."""
+    """Raise `ConfigError` if `others`, by the names of their owners, declare one of `metrics` in another way."""
     taken = {metric.stem: (other, metric) for other, declared in others.items() for metric in declared}
     for metric in metrics:
         other, known = taken.get(metric.stem, ("", metric))

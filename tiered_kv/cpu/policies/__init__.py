@@ -1,7 +1,7 @@
 """Eviction policies of the primary tier: their contract, and a policy by its name.
 
 `PrimaryRows` makes one and calls it, on the scheduler's thread. A policy chooses only among blocks that
-the manager has added: a pinned block is in none.
+the manager has added, and never contains a pinned block.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class CachePolicy(ABC):
     """Decides which evictable block is evicted next. Owned by the manager's thread.
 
     A policy contains only blocks that may be evicted. The manager removes a block when it is pinned, and adds it again
-    when its last pin is gone. So `add` is no use of a block: `use` and `admit` are. Within a request the tail must go
-    before the head: a block is worthless once a block before it in its prefix is gone. This holds between requests too:
-    a head that a later request uses must not go before its old tail, which is still the older request's.
+    when its last pin is gone. So `add` does not count as a use; only `use` and `admit` do. Within a request the tail
+    must be evicted before the head: a block is worthless once a block before it in its prefix is gone. This holds
+    between requests too: if a later request uses a head, the older request's tail must still go before it.
     `CPUBlock.chain` is the request that used a block last, and `CPUBlock.position` its position in that request's
     prefix. Positions may have gaps, and a block may be added after blocks of higher positions.
 
@@ -59,10 +59,10 @@ class CachePolicy(ABC):
         """Remove `blocks`, which were pinned or deleted."""
 
     def clear(self, blocks: Iterable[CPUBlock]) -> dict[Any, Any]:  # Any: the policy's own
-        """Remove all blocks, which are these: the cache is reset. By default it removes one after the other.
+        """Remove all blocks at a reset of the cache; `blocks` are all of them. By default it removes each.
 
-        A policy that overrides it, and looks at none, lets a reset of many blocks end at once. It may return a
-        dictionary that it does not use any more, for the caller to drop in parts.
+        An override that does not iterate over `blocks` lets a reset of many blocks end at once. It may return a
+        dictionary that the policy does not use any more; the caller drops it in parts.
         """
         self.remove(list(blocks))
         return {}
@@ -89,7 +89,7 @@ class CachePolicy(ABC):
         """
 
     def end_step(self) -> None:
-        """End the step: blocks that it protected may be evicted from now on."""
+        """End the step: blocks that the step protected may be evicted from now on."""
         return
 
 

@@ -1,7 +1,7 @@
-"""A policy that others wrote: its answers decide which rows are overwritten, so they are checked.
+"""Checks of a third-party policy: its answers decide which rows are overwritten.
 
-`PrimaryRows` wraps a third-party policy, and calls it on the scheduler's thread. After the first broken
-answer lru decides for good: a row that a transfer uses is never given away.
+`PrimaryRows` wraps such a policy, and calls it on the scheduler's thread. After the first wrong answer, lru replaces
+the policy for good. So no answer evicts a row that a transfer uses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def checked_policy(policy: CachePolicy, num_blocks: int) -> CachePolicy:
 class CheckedPolicy(CachePolicy):
     """Calls `inner` until it raises, or breaks its contract; from then on `lru` decides. Owned by the manager's thread.
 
-    `inner` gets copies of all lists: the manager reads rows from its own ones, in their order.
+    `inner` gets copies of all lists, since the manager relies on the order of its own lists.
     """
 
     def __init__(self, inner: CachePolicy, num_blocks: int) -> None:
@@ -34,7 +34,7 @@ class CheckedPolicy(CachePolicy):
         self.inner = inner
         self._is_replaced = False
         self.failure = ""
-        """Why lru took its place; empty while it is used."""
+        """Why lru replaced the third-party policy; empty while that policy is used."""
         self._held: dict[int, CPUBlock] = {}
         """The evictable blocks, by block_id."""
 
@@ -54,7 +54,7 @@ class CheckedPolicy(CachePolicy):
         chains = [block.chain for block in removed]
         self._call("remove", removed)
         for block, chain in zip(removed, chains, strict=True):
-            block.chain = chain  # a pinned block without one would be taken for forgotten
+            block.chain = chain  # as before the call: a pinned block without a chain counts as forgotten
             self._held.pop(block.block_id, None)
 
     def clear(self, blocks: Iterable[CPUBlock]) -> dict[Any, Any]:  # Any: the policy's own
@@ -98,8 +98,8 @@ class CheckedPolicy(CachePolicy):
             self._call(method, blocks, *arguments)
 
     def _checked(self, victims: Sequence[CPUBlock] | None, count: int, step: int) -> list[CPUBlock] | None:
-        """Return the blocks that `inner.evict` chose. Another block may be in use, or promised to a request of this
-        step."""
+        """Return the blocks that `inner.evict` chose; raise ValueError if one must not be evicted: a transfer or a
+        request of this step may need it."""
         if victims is None:
             if len(self.inner) != len(self._held):
                 raise ValueError(f"it returned None, and holds {len(self.inner)} blocks of {len(self._held)}")

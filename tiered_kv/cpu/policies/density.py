@@ -1,12 +1,12 @@
 """Learned hit density, by tail: evicts the blocks with the fewest expected hits for their room and time.
 
-`PrimaryRows` calls it, on the scheduler's thread. It holds evictable blocks only, and its memory is
-bounded by theirs.
+`PrimaryRows` calls it, on the scheduler's thread. It holds evictable blocks only, and the number of the tier's blocks
+bounds its memory.
 
 After N. Beckmann, H. Chen and A. Cidon, "LHD: Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Their
 unit is an object. Here it is a tail (`tails.py`): the blocks that one request was the last to use.
-`tiered_kv/cpu/hit_density.py` computes the estimates. The numbers were chosen on the trace and the workloads of
-docs/explanation/hit-rates.md, as round numbers.
+`tiered_kv/cpu/hit_density.py` computes the estimates. The constants are round numbers, chosen on the trace and the
+workloads of docs/explanation/hit-rates.md.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tiered_kv.hints import Hints
 LEARN_EVERY = 64
 """Requests between two computations of the densities."""
 DECAY = 0.94
-"""Factor of the evidence at each computation: it halves in 11 of them, about 720 requests.
+"""Factor of the evidence at each computation: the evidence halves in 11 computations, about 720 requests.
 
-With 6,000 requests, changing loads (`phases`) hit 5 % less than with `lru`; with 420 the trace hit up to 2 % less.
+With 6,000 requests, changing loads (`phases`) hit 5 % less than with `lru`; with 420, the trace hit up to 2 % less.
 """
 GHOSTS_MIN = 100
 GHOST_BLOCKS = 8
@@ -47,7 +47,7 @@ Three classes lost up to 2 % of the hits.
 """
 KINDS = 2
 """Kinds at the start: tails of one request, and shared tails."""
-KIND_GROUPS = TURNS * (len(SIZES) + 1)
+KIND_GROUPS = TURNS * (len(SIZES) + 1)  # one group for each class of turns and of sizes
 SLACK_BLOCKS = 1
 """Blocks at a prompt's end that the next turn may not use: the last block of a prompt is often not full."""
 MEAN_WEIGHT = 0.01
@@ -55,26 +55,27 @@ MEAN_WEIGHT = 0.01
 RETURNS_S = (2.0, 8.0, 32.0, 128.0, 512.0)
 """Limits between the classes of the hint `expect_return`. Each class is a kind. Only factors of four were tried."""
 PACES_S = (8.0, 16.0, 32.0)
-"""Limits between the paces of sessions. A pace is the mean of the logarithms of the gaps; the last gap counts half.
+"""Limits between the classes of a session's pace: the mean logarithm of the gaps between its requests. The last gap
+counts half.
 
-Each pace is a kind, for each class of hints. New sessions have the first one. Without the second limit, or by the last
-gap alone, small tiers of coding agents hit 1 to 2 points less without hints.
+Each class is a kind, for each class of hints. New sessions have the first class. Without the second limit, or by the
+last gap alone, small tiers of coding agents hit 1 to 2 points less without hints.
 """
 CORRECTED = (math.log(6.0), math.log(60.0))
-"""A session is corrected if its returns take over so many times longer or shorter than it says, and not if over as
-many as the second: then its clock tells nothing, as in a replay that runs faster than its trace.
+"""Logarithms of two factors. A session's predictions are corrected if its returns are later or sooner than predicted by
+more than the first factor. Beyond the second factor its clock says nothing: a replay may run faster than its trace.
 
-From a factor of 4 on, times that are wrong at random would cost 0.8 points more.
+With a first factor of 4, predictions that are wrong at random would cost 0.8 points more.
 """
 SOONEST_S = 0.1
-"""A return that comes sooner counts as this: it is soon enough for every class."""
+"""Least gap between two requests of a session: a shorter gap counts as this one, which is short for every class."""
 PRIORITY_WEIGHT = 2.0
 """Factor of a hit's value for each priority above the mean.
 
 The fifth of the requests with priority 1 gains 0.9 points and the others lose 0.2; with a factor of 2.7, 1.5 and 0.5.
 """
 EXPIRED, EXPIRED_WEIGHT = (-1, 0, 0), 0.1
-"""The kind of tails that are older than their hint `ttl`, and the value of their hits. With 1 the hits are the same."""
+"""The kind of tails that are older than their hint `ttl`, and their hits' value. With 1 the hits are the same."""
 _since = attrgetter("since")
 
 
@@ -83,15 +84,15 @@ class DensityPolicy(CachePolicy):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        self._admitted = 0  # since a request last began
+        self._admitted = 0  # blocks since a request last began
         self._admitted_mean = 0.0
-        self._begun = 0
+        self._begun = 0  # requests so far
         self._passed = 0.0  # admitted blocks and begun requests
         self._now = 0.0  # the same in units of age, `AGES_PER_TURNOVER` for each turnover
         self._new_blocks = 0  # since a request last began
         self._new_blocks_mean = 1.0
-        self._ghosts: OrderedDict[OffloadKey, Tail] = OrderedDict()
-        self._aging: list[deque[Tail]] = [deque() for _ in range(BUCKETS)]
+        self._ghosts: OrderedDict[OffloadKey, Tail] = OrderedDict()  # evicted tails, by their first evicted block
+        self._aging: list[deque[Tail]] = [deque() for _ in range(BUCKETS)]  # tails by bucket, the oldest first
         self._density = HitDensity(KINDS, KIND_GROUPS, decay=DECAY)
         self._order = TailOrder(self._density.level)
         self._kinds = {(0, 0, 0): 0}  # the kinds of own tails, by class of `expect_return`, priority and pace
@@ -162,7 +163,7 @@ class DensityPolicy(CachePolicy):
         if count > len(self):
             return None
         own: Tail | None = spare.note if spare is not None else None
-        # A request that stores has loaded its blocks. They leave like others: the last stored first, not its head.
+        # A request that stores has loaded its blocks before. So they leave like others: the last stored first.
         spared = [] if own is None else [tail for tail in (own.shared, not own.is_storing and own) if tail]
         cuts = self._order.pop(count, step, spared)
         if cuts is None:
@@ -179,7 +180,7 @@ class DensityPolicy(CachePolicy):
         self._begun += 1
         weight = max(MEAN_WEIGHT, 1 / self._begun)
         self._admitted_mean += weight * (self._admitted - self._admitted_mean)
-        # Hints and pauses are in seconds: with the mean, many new blocks of one request do not age the others at once.
+        # Hints and gaps are in seconds. The mean keeps many new blocks of one request from ageing all others at once.
         self._passed += 1 + (self._admitted_mean if len(self._kinds) > 1 else self._admitted)
         self._admitted = 0
         self._now = self._passed * AGES_PER_TURNOVER / self.num_blocks

@@ -1,7 +1,7 @@
 """Policies by recency: an order of blocks by the request that used them last, and lru and arc over it.
 
-`PrimaryRows` calls them, on the scheduler's thread. An order holds evictable blocks only: a pinned block
-is in none. Of one request, the block at the end of the prefix goes first.
+`PrimaryRows` calls them, on the scheduler's thread. An order holds evictable blocks only, never a pinned one. Of one
+request, the block at the end of the prefix is evicted first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiered_kv.cpu.backend import CPUBlock, RequestChain
 from tiered_kv.cpu.policies import CachePolicy
 
 QUEUE_SPARE = 64
-"""Entries of a queue that may be out of date, besides one for each chain."""
+"""How many entries of a queue may be out of date, besides one for each chain."""
 _position_of = attrgetter("position")
 
 
@@ -31,7 +31,7 @@ class _Stack:
 
     def __init__(self) -> None:
         self.blocks: dict[int, CPUBlock] = {}
-        self.top = -1
+        self.top = -1  # the largest position
         self.is_sorted = True
 
     def __len__(self) -> int:
@@ -51,11 +51,11 @@ class ChainOrder:
     was the last to use. Eviction pops from the top of the least recently used chain: the tail of its prefix. So
     storing, using and evicting cost O(1) a block.
 
-    `RequestChain.last_use` says which chain that is. A block that becomes evictable, because its store or its last read
-    has ended, changes nothing of that.
+    `RequestChain.last_use` orders the chains. When a store or the last read of a block ends, the block becomes
+    evictable, and the order of the chains stays.
 
-    A request that shares its head with a later one, and continues without naming these blocks, has a tail that is more
-    recent than its head. Engines name all blocks when they schedule a request, which puts them in order again.
+    If a later request shares a request's head, and the earlier one continues without naming these blocks, its tail
+    becomes more recent than its head. Engines name all blocks when they schedule a request, which restores the order.
 
     Owned by the manager's thread.
     """
@@ -64,7 +64,7 @@ class ChainOrder:
         self.stacks: dict[RequestChain, _Stack] = {}
         # A heap by last use. An entry is out of date if its chain was used later, or has no blocks any more.
         self._queue: list[tuple[int, int, RequestChain]] = []
-        self._numbers = itertools.count()  # chains are not compared
+        self._numbers = itertools.count()  # decide between entries of one use: chains have no order
         self._held: dict[
             int, CPUBlock
         ] = {}  # set aside in this step; by block_id, since ctypes structures have no hash
@@ -254,12 +254,12 @@ class ARCPolicy(CachePolicy):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        self._recent = ChainOrder()
-        self._frequent = ChainOrder()
+        self._recent = ChainOrder()  # T1
+        self._frequent = ChainOrder()  # T2
         self._lists = self._recent, self._frequent
-        self._recent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._frequent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._recent_target = 0.0
+        self._recent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()  # B1
+        self._frequent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()  # B2
+        self._recent_target = 0.0  # blocks that T1 should have
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)
@@ -330,7 +330,7 @@ class ARCPolicy(CachePolicy):
         return (self._frequent if block.is_frequent else self._recent).discard(block)
 
     def _choose(self, spare: RequestChain | None) -> tuple[ChainOrder, RequestChain, int] | None:
-        """Return the list that evicts next, its chain, and after how many blocks to choose again; None if none may."""
+        """Return the list that evicts next, its chain, and how many blocks to evict before the next choice; or None."""
         recent, frequent = (None if (chain := order.oldest()) is spare else chain for order in self._lists)
         excess, most = math.ceil(len(self._recent) - self._recent_target), self.num_blocks
         is_older = recent is not None and (frequent is None or recent.last_use <= frequent.last_use)
@@ -344,7 +344,7 @@ class ARCPolicy(CachePolicy):
         depth = other.depth(chain)
         if depth < 0:
             return order, chain, most
-        # Its other blocks are in the other list; one that was filled in later may be the head, and is new.
+        # The chain has blocks in both lists, and a head that was filled in later may be in T1: the deeper block goes.
         return (other if depth > order.depth(chain) else order), chain, 1
 
     def _trim_ghosts(self) -> None:

@@ -20,9 +20,9 @@ Fates = NDArray[np.uint8]
 Mask = NDArray[np.bool_]
 
 CHUNK_KEYS_MAX: Final = 128
-"""Keys in one call, which holds the interpreter's lock: for 0.1 ms. A manager that needs it meanwhile waits."""
+"""Keys in one call. It holds the interpreter's lock for 0.1 ms; the scheduler's thread may wait as long."""
 TICKS_PER_S: Final = 4
-"""Resolution of times; 28 bits of them are two years."""
+"""Resolution of times; 28 bits of ticks are two years."""
 _TICKS_MAX: Final = (1 << 28) - 1
 _32, _28 = np.uint64(32), np.uint64(28)
 _LOW_32, _LOW_28 = np.uint64(0xFFFFFFFF), np.uint64(_TICKS_MAX)
@@ -34,10 +34,10 @@ _64_BITS: Final = (1 << 64) - 1
 class FateTable:
     """A direct-mapped table: each block and tier has one place. A newer block takes it, so the table never grows.
 
-    An entry is a fingerprint of 32 bits, the fate in 4 bits, and the time in 28 bits. After another block has taken the
-    place, its fingerprint agrees, and so the answer is wrong, with a probability of 2**-32.
+    An entry is a fingerprint of 32 bits, the fate in 4 bits, and the time in 28 bits. If another block has taken the
+    place, its fingerprint agrees with a probability of 2**-32; then the answer is wrong.
 
-    The caller serializes all calls. The system provides the memory of `entries` as they are used.
+    The caller serializes all calls. The system provides the memory of an entry when it is first written.
     """
 
     def __init__(self, entries: int) -> None:
@@ -45,13 +45,13 @@ class FateTable:
         self._count = np.uint64(entries)
 
     def read(self, digests: Hashes, tier: int) -> tuple[Fates, Hashes]:
-        """Return the fates in a tier, and their ticks, of the keys with these `hashes`."""
+        """Return the fates in a tier, and their ticks, of the keys with these digests (`hashes`)."""
         return self._read(*self._where(digests, tier))
 
     def write(
         self, digests: Hashes, tier: int, fate: Fate, tick: int, *, keeps_stored_after: int | None = None
     ) -> None:
-        """Write one fate of all keys with these `hashes`.
+        """Write one fate of all keys with these digests (`hashes`).
 
         Entries that say `STORED` at a later tick than `keeps_stored_after`, if given, stay as they are.
         """
@@ -75,5 +75,5 @@ class FateTable:
 
 
 def hashes(keys: Sequence[OffloadKey]) -> Hashes:
-    """Return Python's hash (SipHash) of each key, which a key that was in a dictionary remembers."""
+    """Return Python's hash (SipHash) of each key. A key that was in a dictionary has its hash stored."""
     return np.fromiter(map(hash, keys), np.int64, len(keys)).view(np.uint64)

@@ -26,8 +26,8 @@ class Ghosts:
 
     A ghost is an LRU list of keys without bytes. It follows blocks with a hash in a fixed share of all hashes, and its
     size is that share of the tier's: C. Waldspurger, N. Park, A. Garthwaite and I. Ahmad, "Efficient MRC Construction
-    with SHARDS" (FAST 2015). As SHARDS-adj does, it estimates misses and takes all else for hits. A few blocks have
-    many of the hits, and the sample may have too many or too few of these blocks; misses come from many blocks.
+    with SHARDS" (FAST 2015). As SHARDS-adj does, it estimates misses and counts all other uses as hits. A few blocks
+    have many of the hits, and the sample may have too many or too few of these blocks; misses come from many blocks.
     """
 
     def __init__(self, blocks: int) -> None:
