@@ -1,4 +1,9 @@
-"""`tiered-kv bench`: throughput and lookup latency of each secondary tier."""
+"""`tiered-kv bench`: throughput and lookup latency of each secondary tier.
+
+`main` calls `run` on the main thread, which opens, measures and closes one tier after the other, each with a region of
+its own. What must stay true: a tier that fails is reported, and the others are measured all the same. Blocks in the
+command's own namespace are deleted at the end.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.workload.bench import BenchSettings, TierBench, bench_tier
 
 _ROUND_BYTES = 256 << 20
-"""Default size of a round."""
+"""Bytes of blocks in a round by default."""
 _DIRECTIONS: Final = ("store", "load")
 _COLUMNS: Final = ("tier", "store GB/s", "load GB/s", "cores busy", "lookup (p99)", "wrong")
 _LIMITS: Final = (
@@ -104,7 +109,7 @@ def _bench(
             opened.append(open_tier(config, settings, region.kv_view))
             result = bench_tier(opened[0], settings.name, region.kv_view, bench, on_round=on_round)
             if not result.is_measured:
-                opened[0].describe()  # which raises if it knows why
+                opened[0].describe()  # raises an error if the tier knows why
                 result.error = "no block was stored and loaded back"
         except Exception as error:  # a third-party tier may raise anything
             result = TierBench(settings.name, settings.type, config.block.bytes, bench.batch, bench.blocks)

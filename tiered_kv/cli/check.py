@@ -1,4 +1,8 @@
-"""`tiered-kv check`: would the stack open here, and store?"""
+"""`tiered-kv check`: would the stack open here, and store?
+
+`main` calls `run` on the main thread; a `TimeLimit` opens and tries each tier on another thread. What must stay true: a
+tier that fails is reported, and the others are checked all the same. All tiers are open together until the end.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ _PROBE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class TierCheck:
-    """Why a tier cannot be opened or store, or how it describes itself."""
+    """The result for one tier: why it cannot open or store, or else the tier's description of itself."""
 
     name: str
     type: str
@@ -61,7 +65,7 @@ class TierCheck:
 
 @dataclass(frozen=True, slots=True)
 class ListenCheck:
-    """Why an address cannot be listened at; `error` is empty if it can."""
+    """Whether the stack can listen at an address; `error` says why it cannot, and is empty if it can."""
 
     setting: str
     address: str
@@ -148,7 +152,7 @@ def _check_offline(config: StackConfig) -> StackCheck:
 
 
 def _without_libraries(config: StackConfig) -> Iterator[ListenCheck]:
-    """Yield what would listen and lacks the libraries of its extra."""
+    """Yield a failure for each server or publisher whose libraries are not installed."""
     for name, is_set, libraries in (
         ("metrics", config.metrics is not None, ("prometheus_client",)),
         ("events", config.events is not None, ("zmq", "msgspec")),
@@ -181,7 +185,7 @@ def _check(stack: OperatedStack, config: StackConfig) -> StackCheck:
 
 
 def _required(config: StackConfig) -> StackConfig:
-    """Return the configuration with tiers that must open, soon."""
+    """Return the configuration with every tier required, and with little time to open."""
     tiers = [
         tier.model_copy(update={"required": True, "open_timeout": min(tier.open_timeout, _PROBE_S)})
         for tier in config.secondary
@@ -256,7 +260,7 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
             check = time_limit.run(lambda: _open_and_store(config, settings, region, opened, time_limit), settings)
         except Exception as problem:  # a third-party tier may raise anything
             check = TierCheck(settings.name, settings.type, False, tier_error_text(problem, settings))
-        if check.error or "warning" in check.details:  # which say what the log does
+        if check.error or "warning" in check.details:  # these say the same as the log
             drop_log()
     return check
 
@@ -285,10 +289,10 @@ def _open_and_store(
 def _store_elsewhere(
     config: StackConfig, settings: TierSettings, region: PrimaryRegion, time_limit: TimeLimit
 ) -> str | None:
-    """Store a block under the command's own namespace, and delete it again; return what is left.
+    """Store a block under the command's own namespace, delete it, and return why it is left, or "" if it is not.
 
-    So no tier evicts or sweeps the stack's blocks for a `capacity` that may be a mistake. None if that is not possible:
-    the tier is full, or its credentials are those of the stack's namespace only.
+    So no tier evicts or sweeps the stack's blocks because of a `capacity` that may be a mistake. Return None if nothing
+    can be stored there: the tier is full, or its credentials are only for the stack's namespace.
     """
     is_stored = False
     with suppress(Exception), ExitStack() as opened:  # a third-party tier may raise anything
@@ -314,7 +318,7 @@ def _store_one(tier: SecondaryTierManager, settings: TierSettings, region: Prima
         found = bench_tier(tier, settings.name, region.kv_view, probe)
         if found.ok:
             return ""
-        if "allocating" not in found.reasons or time.monotonic() >= end_s:  # a server would store the next blocks
+        if "allocating" not in found.reasons or time.monotonic() >= end_s:  # else a later try may succeed
             break
     done = "stored" if found.failed_stores else "loaded back" if found.failed_loads else "loaded back unchanged"
     return f"it opens, and a block cannot be {done}" + (f": {', '.join(found.reasons)}" if found.reasons else "")
@@ -336,7 +340,7 @@ def _scrubbed(value: object, secrets: set[str]) -> object:
 def _show(args: argparse.Namespace, stack: OperatedStack, config: StackConfig, found: StackCheck) -> None:
     blocks = f"blocks of {format_bytes(config.block.bytes)}, " if stack.is_whole or not args.offline else ""
     print_text(f"{args.stack}: {blocks}{stack}\n")
-    # Each row, with the setting in question; its line is shown unless the row says ok.
+    # Each row begins with its setting. The setting's line in the file is shown unless the row says ok.
     names = ["primary", *(f"secondary.{at}" for at in range(len(config.secondary)))]
     rows = [
         (setting, f"{each.name} ({each.type})", each.verdict, _details(each, found.limits))

@@ -1,6 +1,7 @@
 """`tiered-kv doctor`: what a running engine gains by its stack, what limits it, and which setting to change.
 
-It reads the counters once, in Prometheus's text format. So its shares are those since the stack was opened.
+`main` calls `run` on the main thread; a `TimeLimit` asks each storage on another thread. It reads the counters once, in
+Prometheus's text format, so its shares are those since the stack was opened. What must stay true: it changes nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tiered_kv.toolkit.administration import StoredNamespace
 
 _TIMEOUT_S: Final = 10.0
 _BLOCKS_MIN: Final = 100
-"""Blocks that requests must have asked for before their shares say anything."""
+"""The blocks that a share needs at least: a share of fewer blocks says nothing."""
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? ([^ ]+)(?: -?\d+)?")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _PROMPT_TOKENS: Final = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
@@ -38,7 +39,7 @@ _PROMPT_TOKENS: Final = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What limits the gain: which share of the blocks it concerns, the sentence, and the setting to change."""
+    """A limit of the gain: the share of the blocks that it concerns (0 to 1), a sentence, and the setting to change."""
 
     name: str
     tier: str
@@ -147,7 +148,7 @@ class Readings:
         self.tiers = sorted(named, key=lambda tier: (tier != PRIMARY_NAME, order.index(tier)))
 
     def values(self, name: str, label: str = "", **labels: str) -> list[tuple[str, float]]:
-        """Return the values of all engines that are numbers, each with the value of a label."""
+        """Return a metric's finite values of all engines with these `labels`, each with its value of `label`."""
         return [
             (of.get(label, ""), value)
             for each, of, value in self._samples
@@ -159,7 +160,7 @@ class Readings:
         return sum(value for _, value in self.values(name, **labels))
 
     def highest(self, name: str, **labels: str) -> float:
-        """Return the highest value of all engines, for what is no count."""
+        """Return the highest value of all engines, for a metric that is no count."""
         return max((value for _, value in self.values(name, **labels)), default=0.0)
 
 
@@ -173,7 +174,7 @@ class TierReading:
         self.hits = self.count("blocks_total", "hit", label="result")
         self.failed = self.count("failed_blocks_total")
         self.offered = self.count("stored_blocks_total") + self.count("skipped_blocks_total")
-        # Of what requests loaded or stored, the ghosts know the hits with other sizes.
+        # `ghost_hits_total` counts the hits with other sizes among these: the blocks that requests loaded or stored.
         self.used = max(self.asked, self.count("stored_blocks_total") + self.count("loaded_blocks_total"))
 
     def count(self, name: str, *values: str, label: str = "reason") -> float:
@@ -215,7 +216,10 @@ class TierReading:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What may limit a tier: the blocks concerned, out of how many, the share from which it counts, and the advice."""
+    """A possible limit of a tier, with its advice: a `sentence`, and the `setting` to change.
+
+    It counts if `blocks` is at least the share `least` of `out_of`, and `out_of` is at least `blocks_min`.
+    """
 
     name: str
     blocks: Callable[[TierReading], float]
@@ -323,13 +327,13 @@ RULES: Final = (
         "set `admit_after: 2` of {tier}, so that it stores what comes again.",
     ),
 )
-"""What may limit a stack, the most important first.
+"""The possible limits of a stack, the most important first.
 
 The texts are formatted with `TierReading.words`, `blocks`, `out_of` and `share`."""
 
 
 def advice(readings: Readings) -> Iterator[Advice]:
-    """Yield what limits the gain of a stack with these counters."""
+    """Yield the limits of the gain that a stack's counters show."""
     tiers = [TierReading(readings, name) for name in readings.tiers]
     asked = max(tier.asked for tier in tiers)
     if not asked and not any(tier.used for tier in tiers):
@@ -348,7 +352,7 @@ def advice(readings: Readings) -> Iterator[Advice]:
 
 
 def gains(readings: Readings) -> Iterator[str]:
-    """Yield sentences about what hits have spared the engine."""
+    """Yield sentences about the work that hits have spared the engine."""
     tiers = [TierReading(readings, name) for name in readings.tiers]
     hits, asked = sum(tier.hits for tier in tiers), max(tier.asked for tier in tiers)
     tokens = readings.total(f"{PREFIX}restored_tokens_total")

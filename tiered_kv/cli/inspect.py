@@ -1,4 +1,9 @@
-"""`tiered-kv inspect`: what each tier of a stack stores, by namespace, and whether its blocks are sound."""
+"""`tiered-kv inspect`: what each tier of a stack stores, by namespace, and whether its blocks are sound.
+
+`main` calls `run` on the main thread. A `TimeLimit` calls each storage on another thread, which fills the tier's
+`TierInspection`. What must stay true: it opens no tier, and without `--repair` it changes nothing. A tier that fails is
+reported, and the others are inspected all the same.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +38,13 @@ from tiered_kv.toolkit.administration import (
 
 _TIMEOUT_S = 600.0
 _RATE_BYTES = 100 << 20
-"""A few percent of an SSD, and less than a tenth of a network of 10 Gbit/s."""
+"""Bytes a second that a check reads: a few percent of an SSD, less than a tenth of a network of 10 Gbit/s."""
 _TIMEOUT_FACTOR = 4
 """A check may take this many times as long as its rate needs."""
 _SHOW_INTERVAL_S = 0.1
 _SLEEP_MIN_S = 0.01
 _LAG_MAX_S = 1.0
-"""How far a check may be behind its rate and catch up: reading, and sleeping longer than asked, take time too."""
+"""How far a check may be behind its rate and then catch up: slow reads and long sleeps put it behind."""
 _CHECKED = ("ok", "blocks", "size_bytes", "damaged", "unreadable", "repaired", "checks_tags", "notes", "error")
 
 
@@ -51,7 +56,7 @@ class TierInspection:
     type: str
     where: str = ""  # the path or address of the storage
     error: str = ""
-    unavailable: str = ""
+    unavailable: str = ""  # why tiers of this type show nothing
     survey: Survey = field(default_factory=Survey)
     checks: dict[str, Verification] = field(default_factory=dict)  # by the namespace's digest
 
@@ -151,7 +156,7 @@ def _verify(
 def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Callable[[int], None]:
     """Return a callback for each block's bytes, which sleeps to keep to the rate.
 
-    It sleeps and shows progress for many blocks at once: for a small block either takes longer than its check.
+    It sleeps and shows progress once for many small blocks: either takes longer than the check of one.
     """
     done_bytes = 0
     due_s = shown_s = time.monotonic()
@@ -222,7 +227,7 @@ def _show(stack: OperatedStack, tiers: Sequence[TierInspection], args: argparse.
 
 
 def _print_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table without the columns, behind the first two, of which nothing is known."""
+    """Print a table without its empty columns: each column after the first two that has only "-"."""
     known = [at for at in range(len(heads)) if at < 2 or any(row[at] != "-" for row in rows)]
     print_table([heads[at] for at in known], [[one_line(row[at]) for at in known] for row in rows], numbers=False)
 

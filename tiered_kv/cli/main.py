@@ -1,4 +1,8 @@
-"""The `tiered-kv` command: `docs/reference/command.md` describes it, `tiered_kv.cli` has its verbs."""
+"""The `tiered-kv` command: `docs/reference/command.md` describes it, `tiered_kv.cli` has its verbs.
+
+`tiered_kv.__main__` calls `main` on the main thread. What must stay true: a verb's module is imported only for this
+verb, and each end has an exit status of `Status`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ _VERBS = {
 }
 
 _MODULES = {"schema": "plugins"}
-"""The modules of verbs that have none of their own name."""
+"""The module of each verb that no module is named after."""
 _EPILOG = """examples:
   tiered-kv VERB --help, or tiered-kv help VERB
       all options of a verb, with examples
@@ -53,7 +57,7 @@ exit status:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status; `argv` is by default that of the process."""
+    """Run the command and return its exit status; `argv` is by default the process's own."""
     given = sys.argv[1:] if argv is None else argv
     # A stream that was closed is None. Its output is dropped.
     sys.stdout, sys.stderr = sys.stdout or io.StringIO(), sys.stderr or io.StringIO()
@@ -76,7 +80,7 @@ def _run(given: Sequence[str]) -> int:
         import argcomplete
 
         argcomplete.autocomplete(_parser(os.environ["COMP_LINE"].split()))  # which exits
-    if not given:  # as usage that is wrong, with all that would be right
+    if not given:  # this is wrong usage, so the help shows all verbs
         _parser(given).print_help(sys.stderr)
         return Status.ERROR
     if given[0] == "help":
@@ -109,7 +113,7 @@ def _failed(text: str, given: Sequence[str], status: Status) -> Status:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with a command line also as a JSON object, and which verb is the nearest."""
+    """A parser whose errors name the nearest verb, and are printed as a JSON object, too, with `--json`."""
 
     given: Sequence[str] = ()
 
@@ -139,7 +143,7 @@ def _parser(given: Sequence[str]) -> argparse.ArgumentParser:
         sub = verbs.add_parser(verb, help=about, formatter_class=argparse.RawDescriptionHelpFormatter)
         sub.add_argument("--json", action="store_true", help="print one JSON object")
         sub.add_argument("--debug", action="store_true", help="show where an error comes from")
-        # Only the given verb is imported: a verb must not need the libraries of the others.
+        # Only the given verb is imported: a verb must not need the libraries of other verbs.
         if verb in given:
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # see `__main__`
             try:

@@ -1,4 +1,7 @@
-"""The options that the verbs that measure share: the requests, by a trace or built-in chats, and `--report`."""
+"""The options that `replay` and `simulate` share: the requests, by a trace or built-in chats, and `--report`.
+
+Both verbs call it on the main thread. What must stay true: wrong options are a `ConfigError` before the run, not after.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,7 @@ def _chosen_requests(args: argparse.Namespace) -> Workload:
 
 
 def _counted(requests: Iterator[Request], asked: int | None) -> Iterator[Request]:
-    """Yield the requests of a trace, and say at its end if they are fewer than were `asked` for."""
+    """Yield the requests of a trace. At its end, print a note if it had fewer requests than `asked`."""
     count = 0
     for request in requests:
         count += 1

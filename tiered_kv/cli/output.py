@@ -1,6 +1,8 @@
 """Output of the command: exit statuses, JSON, tables, progress.
 
-Results go to standard output, errors and progress to standard error. rich is imported only when it draws.
+Verbs call it on the main thread, or on the thread of a `TimeLimit`. Results go to standard output, errors and progress
+to standard error. What must stay true: texts for people have their control characters escaped, and rich is imported
+only when it draws.
 """
 
 from __future__ import annotations
@@ -37,15 +39,15 @@ class Status(IntEnum):
 _PLAIN_WIDTH = 10_000
 """Columns of a file or a pipe: each row is a line there, for `grep`."""
 LINE_EVERY_S = 10.0
-"""Between lines of progress in a file or a pipe."""
+"""Seconds between two lines of progress in a file or a pipe."""
 _WORD_WIDTH_MAX = 40
-"""Longer words, such as paths, may be folded."""
+"""Columns of the longest word that a table keeps whole; longer words, such as paths, may be folded."""
 _STYLES = {"green": "^ok$", "bold red": r"\b(FAILED|REFUSED|CORRUPT)\b|^error:", "yellow": r"\bWARNING\b"}
 """The words that a terminal shows in colour."""
 
 
 class Advance(Protocol):
-    """Reports the steps done, and what is done now if that has changed; see `progress`."""
+    """Reports the number of steps `done`, and a new title as `doing` if it has changed; see `progress`."""
 
     def __call__(self, done: int, doing: str | None = None) -> None: ...
 
@@ -76,8 +78,8 @@ def print_table(
 ) -> None:
     """Print a table for people, with control characters escaped.
 
-    All columns but the first hold `numbers`, aligned to the right, or texts. On a terminal lines are broken between
-    words, and a table that is too wide is continued below, with its first column again. Elsewhere a row is a line.
+    With `numbers`, all columns but the first are aligned to the right. On a terminal, lines are broken between words,
+    and a table that is too wide is continued below, with its first column again. Elsewhere each row is one line.
     """
     from rich.console import Console
 
@@ -158,7 +160,7 @@ def _shown(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with all that a terminal would obey escaped."""
+    """Return `text` with each unprintable character escaped: a terminal would obey it."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
@@ -174,7 +176,7 @@ def _write(text: str, stream: TextIO | None = None) -> None:
 def progress(title: str, total: int | None, *, in_bytes: bool = False) -> Iterator[Advance]:
     """Show progress on standard error, and yield the function that reports it.
 
-    A terminal has a bar. A file or a pipe gets a line every ten seconds: nothing of what ends sooner.
+    A terminal shows a bar. A file or a pipe gets a line every ten seconds, so shorter work has no line.
 
     Args:
         total: The number of steps; None if unknown.

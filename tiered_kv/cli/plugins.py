@@ -1,4 +1,8 @@
-"""`tiered-kv plugins` and `schema`: what a stack's file may say."""
+"""`tiered-kv plugins` and `schema`: the tier types, policies and settings that a stack's file may name.
+
+`main` calls `run` on the main thread. It loads every plugin, and opens no tier. What must stay true: a plugin or policy
+that cannot be loaded is shown as broken, and the others are shown all the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`tiered-kv replay`: drives real bytes through a stack by a sequence of requests, and checks all loaded bytes."""
+"""`tiered-kv replay`: drives real bytes through a stack by a sequence of requests, and checks all loaded bytes.
+
+`main` calls `run` on the main thread, which opens the stack and makes all calls of its manager. What must stay true: a
+wrong byte ends with status 1, and after one Ctrl-C the figures so far are shown.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,7 @@ _REASONS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "exceptions_total": ("exceptions", {"": "of the tier's methods, which the log has"}),
     "breaker_opened_total": ("breaker", {"": "times that it opened"}),
 }
-"""Counters of what was no hit or no store: what happened, and the meanings of the reasons."""
+"""Counters of blocks and calls that failed, or were left out: a word for each, and the meanings of its reasons."""
 _REASON_COLUMNS: Final = ("tier", "what", "reason", "blocks", "what it means")
 
 
@@ -154,7 +158,7 @@ def _show(report: ReplayReport, title: str) -> None:
 
 
 def _reason_rows(report: ReplayReport) -> Iterator[list[str]]:
-    """Yield the rows of `_REASON_COLUMNS`: what was no hit or no store, and why."""
+    """Yield the rows of `_REASON_COLUMNS`: the blocks and calls that failed, or were left out, and why."""
     for counter, (what, meanings) in _REASONS.items():
         for name, tier in report.tiers.items():
             counts = counts_of(MANAGER[counter], tier.counters[counter]) if counter in tier.counters else ()
@@ -201,7 +205,7 @@ def _tier_rows(report: ReplayReport) -> Iterator[list[str]]:
 
 
 def _limit(report: ReplayReport) -> tuple[str, str]:
-    """Return in short, and in a sentence, what limits the rates."""
+    """Return the limit of the rates, in a word and in a sentence."""
     return _LIMITS[max(report.spent_s, key=report.spent_s.__getitem__)]
 
 
@@ -212,7 +216,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _sentences(report: ReplayReport) -> list[str]:
-    """Return what a replay came to, for the terminal and the page."""
+    """Return the results of a replay as sentences, for the terminal and the page."""
     p50, p99, longest = map(shown_us, (report.step_us.p50, report.step_us.p99, report.step_us.max))
     asked = f"{quantity(report.blocks, 'block')} of {format_bytes(report.block_bytes)}"
     loaded = report.verified_blocks + report.corrupt_blocks

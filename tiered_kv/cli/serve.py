@@ -1,4 +1,9 @@
-"""`tiered-kv serve`: one cache for all engines of a host."""
+"""`tiered-kv serve`: one cache for all engines of a host.
+
+`main` calls `run` on the main thread, which becomes the server's thread, and runs the handlers of signals. Another
+thread ends the process at SIGTERM if a tier hangs while it opens. What must stay true: this process removes the socket
+that it has made, at each end.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +33,9 @@ from tiered_kv.server.users import Users
 from tiered_kv.system.threads import start_thread
 
 _COLLECT_AFTER: Final = 50_000
-"""New objects after which Python looks for garbage: by default 700, a request's worth, and each time up to 2 ms."""
+"""New objects after which Python looks for garbage, for up to 2 ms. A request makes 700, which is the default."""
 _SWITCH_S: Final = 0.0001
-"""How long a thread of a tier may keep the interpreter from the server's: by default 5 ms."""
+"""How long a tier's thread may keep the interpreter from the server's thread: Python's default is 5 ms."""
 _HANDLER_S: Final = 0.5
 """How long the handler of a signal may take to begin."""
 _FIRST_PASSED_FD: Final = 3
@@ -83,11 +88,11 @@ def run(args: argparse.Namespace) -> Status:
             listener.remove()
 
     def end(number: int, _: object) -> None:
-        """End as without a handler: the stack is being opened, and no engine uses it."""
+        """End the process as without a handler: the stack is still being opened, and no engine uses it."""
         remove()
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
-        os._exit(128 + number)  # the first process of a container has outlived that
+        os._exit(128 + number)  # the first process of a container survives the signal
 
     def stop(number: int, _: object) -> None:
         nonlocal why
@@ -131,7 +136,7 @@ def run(args: argparse.Namespace) -> Status:
 
 @contextmanager
 def _ending_in_time(remove: Callable[[], None]) -> Iterator[None]:
-    """End at SIGTERM also while a tier's call keeps the main thread from running its handler."""
+    """End the process at SIGTERM even if a tier's call keeps the main thread from running the signal's handler."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
@@ -154,14 +159,14 @@ def _ending_in_time(remove: Callable[[], None]) -> Iterator[None]:
 
 
 def _answer_first() -> None:
-    """Let the server's thread answer before what may wait: collections of garbage, and the threads of tiers."""
+    """Let the server's thread answer first: collections of garbage and the threads of tiers may wait."""
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER, *gc.get_threshold()[1:])
     sys.setswitchinterval(_SWITCH_S)
 
 
 def _passed_listener() -> socket.socket | None:
-    """Return the socket that systemd has made, if it has started this process for one."""
+    """Return the socket that systemd has passed to this process; None if it has passed none."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()) or os.environ.get("LISTEN_FDS") != "1":
         return None
     passed = socket.socket(fileno=_FIRST_PASSED_FD)

@@ -1,4 +1,8 @@
-"""`tiered-kv simulate`: hit rates of policies and sizes, and traffic and costs of stacks, without moving a byte."""
+"""`tiered-kv simulate`: hit rates of policies and sizes, and traffic and costs of stacks, without moving a byte.
+
+`main` calls `run` on the main thread. What must stay true: it opens no tier, and it marks the results of a policy that
+failed, which are those of lru.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +171,7 @@ def run(args: argparse.Namespace) -> Status:
 
 
 def _described(title: str, requests: Sequence[Request], tokens: int) -> str:
-    """Return the title of a trace with how its times and ids were understood."""
+    """Return a trace's title with its time span and the tokens of a block, as they were read."""
     blocks = f", blocks of {quantity(tokens, 'token')}" if tokens else ""
     return f"{title}: {quantity(len(requests), 'request')} in {span_s(requests):,.0f} s{blocks}"
 
@@ -235,7 +239,7 @@ def _simulate_stacks(
     prices = Prices(currency="", tiers={}) if args.prices is None else load_prices(args.prices, names)
     times = times_a_month(requests) if prices.tiers else 0.0
     runs: list[pages.StackRun] = []
-    if not policies and not sizes:  # a comparison around the stack as it is
+    if not policies and not sizes:  # compare the stack with other policies and sizes
         policies = [*dict.fromkeys([config.primary.policy, *BUILT_IN_POLICIES])]
         sizes = [max(PRIMARY_BLOCKS_MIN, int(factor * config.primary_blocks)) for factor in _FACTORS]
     for policy, size in product(policies or [config.primary.policy], sizes or [config.primary_blocks]):

@@ -1,6 +1,8 @@
-"""A stack's file as the operator's verbs take it: an engine's has no `block.bytes`, and only a part of the namespace.
+"""A stack's file, completed for the operator's verbs: an engine's has no `block.bytes`, and only a part of a namespace.
 
-The storage has the rest: beside its blocks, each namespace is stored in readable form.
+The storage of the tiers has the rest: beside its blocks, each namespace is stored in readable form. Verbs call these
+functions on the main thread; `administer` calls a storage on the thread of a `TimeLimit`. What must stay true: no
+error text of a tier shows a secret.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from tiered_kv.tiering.factory import where_of
 from tiered_kv.toolkit.administration import DIGEST_HEX, StoredNamespace, TierAdministration, block_bytes_in
 
 OWN_MODEL: Final = "tiered-kv check"
-"""Of the namespace under which tiers are opened if that of the stack is not known; it is purged afterwards."""
+"""The model in the command's own namespace, for tiers whose stack's namespace is not known. It is purged afterwards."""
 _FIND_S: Final = 30.0
 _FIND_IN_DIRECTORY_S: Final = 10.0
 T = TypeVar("T")
@@ -44,13 +46,13 @@ class OperatedStack:
     """A stack's configuration, and what is known of its namespace.
 
     Attributes:
-        config: With blocks of one byte and a namespace that is not the stack's, unless `is_whole`.
+        config: The configuration. Unless `is_whole`, it has blocks of one byte, and another namespace than the stack.
         is_whole: Whether the size of blocks and the whole namespace are known.
-        digest: Of the stack's namespace; None if unknown.
-        block_bytes: None if unknown.
+        digest: The digest of the stack's namespace; None if unknown.
+        block_bytes: Bytes of a block; None if unknown.
         source: Where the namespace comes from, for people.
         stored: Namespaces in the storage of the tiers that may be the stack's, by their digests.
-        failures: Why a tier could not be asked for them, by its name.
+        failures: By the name of a tier, why it could not be asked for its namespaces.
     """
 
     config: StackConfig
@@ -186,7 +188,7 @@ def chosen_tiers(config: StackConfig, name: str | None) -> list[TierSettings]:
 def administer(
     settings: TierSettings, work: Callable[[TierAdministration], T], time_limit: TimeLimit
 ) -> tuple[T | None, str | None]:
-    """Return the result of `work` with a tier's administration, and an error; both None if the type has none."""
+    """Return the result of `work` on a tier's administration, and an error or "". Without one, both are None."""
 
     def administer_it(load: Callable[[], Callable[[TierSettings], TierAdministration]]) -> T:
         with closing(load()(settings)) as administration:
@@ -205,7 +207,7 @@ def administer(
 
 @contextmanager
 def held_log() -> Iterator[Callable[[], None]]:
-    """Hold what is logged back until the end, and yield a function to drop it: the verb shows a tier's error itself."""
+    """Hold log messages back until the end, and yield a function to drop them: the verb itself shows an error."""
     root, held = logging.getLogger(), MemoryHandler(1 << 30, flushLevel=1 << 30)
     before, root.handlers = root.handlers, [held]
     try:
@@ -222,9 +224,9 @@ def own_config(config: StackConfig) -> StackConfig:
 
 
 def purge_own(config: StackConfig, tiers: Iterable[TierSettings]) -> dict[str, str]:
-    """Delete what tiers store under the namespace of `OWN_MODEL`; return what is left, and why, by the tier's name.
+    """Delete the tiers' blocks in the namespace of `OWN_MODEL`; return why some are left, by the tier's name.
 
-    The tiers are shut down.
+    The tiers must have been shut down.
     """
     namespace = own_config(config).identity.digest.hex()
     left: dict[str, str] = {}
@@ -250,7 +252,10 @@ def _refuse_other(option: str, given: str | None, own: str) -> None:
 def _fitting(
     config: StackConfig, block_bytes: int | None, find_s: float, failures: dict[str, str]
 ) -> dict[str, StoredNamespace]:
-    """Return the stored namespaces that may be the stack's: that have its fields, and that all tiers have, if any."""
+    """Return the stored namespaces that may be the stack's, since they have its fields.
+
+    Among these, prefer the namespaces that all tiers with any of them store.
+    """
     found: list[dict[str, StoredNamespace]] = []
     with progress("looking for the namespace", None):
         for settings in config.secondary:

@@ -1,7 +1,8 @@
-"""Calls of the command that end in time, though a mount or a device hangs: on a thread that is left behind then.
+"""Calls of a verb that end in time, even if a mount or a device hangs.
 
-The kernel may keep a thread that waits for a device, and so the process, until the device answers. What the command has
-to say has been printed by then.
+A verb calls `TimeLimit.run` on the main thread, which makes the call on a new thread. A thread that hangs is left
+behind. The kernel may keep it, and so the process, until the device answers. By then the command has printed its
+results.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from tiered_kv.tiering.factory import where_of
 T = TypeVar("T")
 
 _GRACE_S: Final = 3.0
-"""How long after its time a call on a directory may go on: most end in time themselves, and say more."""
+"""How long a call on a directory may go on after its time: most calls end by themselves, with a better message."""
 _SERVER_GRACE_S: Final = 60.0
-"""The same of a tier without a directory: its requests have limits of their own."""
+"""The same for a tier without a directory: its requests have limits of their own."""
 _POLL_S: Final = 0.05
 
 
 class TimeLimit:
-    """How long a call may take. Its own thread begins each part of it with a time for that part."""
+    """How long a call may take. The call's own thread begins each part with a new limit; the caller's thread waits."""
 
     def __init__(self, limit_s: float) -> None:
         self.begin(limit_s)
 
     def begin(self, limit_s: float) -> None:
-        """Begin a part that may take so long."""
+        """Begin a part of the call that may take `limit_s` seconds."""
         self._limit_s, self._end_s = limit_s, time.monotonic() + limit_s
 
     def run(self, work: Callable[[], T], settings: TierSettings) -> T:

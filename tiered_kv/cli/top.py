@@ -1,4 +1,8 @@
-"""`tiered-kv top`: what a running stack does now, tier by tier, on a screen or as lines of text."""
+"""`tiered-kv top`: what a running stack does now, tier by tier, on a screen or as lines of text.
+
+`main` calls `run` on the main thread, which asks, draws and waits for a key in turn. What must stay true: it changes
+nothing in the stack, and restores the terminal at each end.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +152,7 @@ def _draw(ask: Callable[[], StackStatus], where: str, interval_s: float, *, show
 def _is_ended(until_s: float) -> bool:
     """Wait until a time of `time.monotonic`; return True as soon as q is pressed, or the terminal has gone."""
     keys = [sys.stdin] if _has_keys() else []
-    while select.select(keys, [], [], max(0.0, until_s - time.monotonic()))[0]:  # once too if the answer took longer
+    while select.select(keys, [], [], max(0.0, until_s - time.monotonic()))[0]:  # once, too, if the answer took longer
         if os.read(sys.stdin.fileno(), 1) in (b"q", b""):
             return True
     return False
@@ -165,7 +169,7 @@ def _console(**settings: Any) -> Console:  # Any: rich's
 
 
 def screen(view: View | None, error: str, where: str, console: Console, *, shows_own: bool = False) -> RenderableType:
-    """Return what is known, the most important first; `error` is that of the last question."""
+    """Return the screen, with the most important part first; `error` is the error of the last request, or ""."""
     title = Text("tiered-kv top", style="bold", no_wrap=True, overflow="ellipsis")
     if view is not None:
         title.append(
@@ -224,7 +228,7 @@ def _table(style: str = "") -> Table:
 
 
 def _name(tier: str) -> Text:
-    """Return a name, which gives way where a terminal has no room for all columns."""
+    """Return a tier's name, which is cut if the terminal has no room for all columns."""
     return Text(tier if len(tier) <= _NAME_MAX else f"{tier[: _NAME_MAX - 1]}…", no_wrap=True, overflow="ellipsis")
 
 
@@ -283,7 +287,7 @@ def _reason_table(reasons: Sequence[View]) -> Table:
 
 
 def _own_table(tiers: Sequence[View]) -> Table:
-    """Return what the tiers count themselves, by their types' declarations."""
+    """Return a table of the metrics that the tiers count themselves, and their types declare."""
     table = _table()
     for name in ("tiers' own counters", "tier", "labels"):
         table.add_column(name, no_wrap=True, max_width=_OWN_NAME_MAX)

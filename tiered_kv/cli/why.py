@@ -1,4 +1,8 @@
-"""`tiered-kv why`: why blocks of a running stack were misses."""
+"""`tiered-kv why`: why blocks of a running stack were misses.
+
+`main` calls `run` on the main thread, which asks the process that has the stack open. What must stay true: it changes
+nothing, and an answer of another form is a `TierUnavailableError`.
+"""
 
 from __future__ import annotations
 

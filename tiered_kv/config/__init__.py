@@ -10,6 +10,7 @@ units            sizes, durations and paths: the types of such settings
 namespace        which blocks are interchangeable
 validation       what pydantic finds wrong, as a `ConfigError`
 hooks            how tiers and their types are found
+entries          the entries of `secondary`, each by its tier type
 stack_config     the whole file, and its schema
 secrets          keeping secrets out of messages; keys of 32 bytes, from a text or a file
 """

@@ -41,7 +41,7 @@ def declared_metrics(settings: TierSettings) -> dict[str, Metric]:
 
 
 def check_entries(entries: object, location: Location, taken: Mapping[str, str]) -> tuple[TierSettings, ...]:
-    """Return a list of tiers as the settings of their types, for a validator; `taken` has names that none may have.
+    """Return a list of tiers as the settings of their types, for a validator; no tier may have a name in `taken`.
 
     Raises:
         Problems: It is no list, or an entry cannot be used, or two have one name.

@@ -8,8 +8,8 @@ A plugin is a module, or any object, with
 that its distribution names in the entry point group "tiered_kv". The built-in tiers are found in the same way. If a
 plugin cannot be loaded, only its own tiers are missing; `TierPlugins.states` says why.
 
-A plugin is imported when its tier is asked for, if its entry point is called as its tier type. All plugins are imported
-to find a type that no entry point is called by.
+The configuration, the server and the command call it, on any thread. A plugin is imported when its tier type is
+asked for, if its entry point has the name of that type. If no entry point has the name, all plugins are imported.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class TierType:
 
 
 def _storage_fault(settings: type[TierSettings]) -> str | None:
-    """Return what is wrong with the names of the storage's settings: with a wrong one, nothing would be divided."""
+    """Return the fault in `storage_settings`, or None. With a wrong name, a storage would not be divided."""
     names = settings.storage_settings
     if not isinstance(names, StorageSettings):
         return f"needs storage_settings as StorageSettings(directory=..., capacity=..., ttl=...), found {names!r}"
@@ -127,8 +127,8 @@ def imported(
 ) -> Callable[[], Any]:  # Any: the class
     """Return a callable that imports and returns a class, such as "package.module:Class", for a `TierType`.
 
-    Where the `library` that the module needs is not installed, or too old to import it, it raises
-    `MissingExtraError`, which names the `extra` of this distribution, or says how to `install` the library of another.
+    The callable raises `MissingExtraError` if the `library` that the module needs is not installed, or too old. The
+    error names the `extra` of this distribution, or says how to `install` the library of another distribution.
     """
 
     def load() -> Any:
@@ -136,7 +136,7 @@ def imported(
             raise MissingExtraError(f"tier '{extra or library}'", extra, install=install)
         try:
             return pkgutil.resolve_name(reference)
-        except ImportError as error:  # for a name that an older release lacks
+        except ImportError as error:  # an older release of the library may lack a name
             if extra and is_too_old(extra):
                 raise MissingExtraError(f"tier '{extra}'", extra) from error
             raise
@@ -152,11 +152,11 @@ def tier_type_of_class(name: str, tier_class: type[SecondaryTierManager]) -> Tie
 
 @dataclass(frozen=True, slots=True)
 class PluginState:
-    """A plugin that was loaded, or could not be."""
+    """A plugin that was loaded, or could not be loaded."""
 
     plugin: str
     """The name under which it was registered; for an installed plugin, its entry point's name."""
-    distribution: str  # and its version; empty if a program registered it
+    distribution: str  # its name and version; empty if a program registered the plugin
     tiers: tuple[TierType, ...]
     error: str = ""  # why the plugin, or one of its tier types, cannot be used; empty if it can
 
@@ -171,16 +171,16 @@ class TierPlugins:
 
     Any thread may ask for them. One thread at a time may call `register` and `unregister`.
 
-    Installed plugins, given by their entry points, are loaded when they are needed. One that cannot be loaded then is
-    logged, reported and left out. The method that needs it raises `ConfigError` if it calls `sys.exit`, and
-    `ResourceError` if the system gives no descriptor, thread or memory to load it; then it may be called again.
+    Installed plugins, given by their entry points, are loaded when they are needed. A plugin that cannot be loaded is
+    logged, reported and left out. But if it calls `sys.exit`, the method that loads it raises `ConfigError`. If the
+    system gives no descriptor, thread or memory, the method raises `ResourceError`, and may be called again.
     """
 
     def __init__(self, installed: Iterable[importlib.metadata.EntryPoint] = ()) -> None:
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(_Hooks)
-        self._lock = threading.RLock()  # held while plugins are loaded, which may register others
-        # Not loaded yet. An editable installation may be found twice, by its own path and by PYTHONPATH.
+        self._lock = threading.RLock()  # held while plugins are loaded: a plugin may register others
+        # Entry points not loaded yet. An editable installation may be found twice, by its own path and by PYTHONPATH.
         self._waiting = list({_origin(each): each for each in installed}.values())
         self._states: list[PluginState] = []
         self._referenced: dict[str, TierType] = {}  # by "module:attribute"
@@ -188,11 +188,11 @@ class TierPlugins:
     def register(self, plugin: object, name: str | None = None) -> PluginState:
         """Add a plugin: a module or object with the `tiered_kv_register_tiers` hook.
 
-        `name` stands in messages; it is by default its `__name__`, or its class's.
+        `name` is for messages; by default it is the plugin's `__name__`, or the name of its class.
 
         Raises:
-            ConfigError: The plugin is registered already, raises, has no valid tier types, or a name of them, or of
-                their metrics, is taken. Nothing has changed then.
+            ConfigError: The plugin is registered already, raises an error, or has no valid tier types; or a name of its
+                tier types or metrics is taken. Then nothing has changed.
             ResourceError: The system gives no descriptor, thread or memory to load it.
         """
         self._load()
@@ -232,7 +232,7 @@ class TierPlugins:
         YAML entry become arguments of its constructor.
 
         Raises:
-            ConfigError: There is none, or it cannot be used.
+            ConfigError: There is no such tier type, or it cannot be used.
         """
         if ":" in name:
             referenced = _from_reference(name)
@@ -274,7 +274,7 @@ class TierPlugins:
             )
         except KeyboardInterrupt:
             raise
-        except SystemExit as error:  # of the plugin, or of a signal's handler: the process must not run on as before
+        except SystemExit as error:  # also of a signal's handler: the process must not go on
             origin = PluginState(name, distribution, ()).origin
             raise ConfigError(f"{origin} ends the process when it is loaded; repair it, or uninstall it") from error
         except BaseException as error:  # a third-party module, or its hook, may raise anything
@@ -284,9 +284,9 @@ class TierPlugins:
             return PluginState(name, distribution, (), found)
 
     def _owner(self, name: str) -> tuple[TierType | None, str]:
-        """Return the tier type of that name, if there is one, and the remedy for plugins that conflict about it.
+        """Return the tier type of a name, if one plugin owns it, and a message if several plugins have the name.
 
-        A plugin with an entry point of that name has precedence. So the answer does not depend on which plugins are
+        A plugin whose entry point has the name has precedence. So the answer does not depend on the plugins that are
         loaded.
         """
         claims = [(state, tier) for state in self._states for tier in state.tiers if tier.name == name]
@@ -334,7 +334,7 @@ class TierPlugins:
 
 
 def _is_named(state: PluginState, name: str) -> bool:
-    """Return whether a plugin has a tier type that its entry point is called by."""
+    """Return whether a plugin's entry point, and one of its tier types, have this name."""
     return bool(state.distribution) and state.plugin == name and any(tier.name == name for tier in state.tiers)
 
 

@@ -1,6 +1,7 @@
 """Reads a stack's YAML file, and fills in variables from the environment.
 
-The file is data: PyYAML's safe loader reads it. A limit of its size, and no aliases, bound the memory that it takes.
+The configuration, the command and the engines' plugins call it, on any thread. What must stay true: the file is only
+data, which PyYAML's safe loader reads. A limit of its size, and no aliases, bound the memory that it takes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tiered_kv.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
 _NUMBER_CHARACTERS_MAX = 64
-"""PyYAML reads a number to the base of 60 in quadratic time."""
+"""A limit for numbers: PyYAML reads a number to the base of 60 in quadratic time."""
 _NUMBER_BITS_MAX = 256
 """Longer numbers fit no setting and no message."""
 
@@ -39,7 +40,7 @@ def from_source(
 ) -> Result:
     """Return the result of `use` on a mapping, or on the content of the YAML file at a path.
 
-    Errors about a file name its path. `what` is the kind of file in errors, and `keys` the keys that it has.
+    Errors about a file name its path. `what` names the kind of file in errors, and `keys` its keys.
     """
     if isinstance(source, Mapping):
         return use(source)
@@ -63,7 +64,7 @@ def from_source(
 
 
 def placed(error: ConfigError, path: str) -> ConfigError:
-    """Return an error about a stack that was read from a file, with the setting's line if the file has the setting."""
+    """Return an error about the stack in the file at `path`, with the setting's line if the file has the setting."""
     if error.file or not error.location:
         return error
     first = error.location.partition(".")[0]
@@ -90,7 +91,7 @@ def parse_stack_text(
     if data is None:
         raise ConfigError(f"the file is empty: expected a mapping with {keys}", location=source)
     if not isinstance(data, dict):
-        found = "a list" if isinstance(data, list) else "a single value"  # not which: this may be the wrong file
+        found = "a list" if isinstance(data, list) else "a single value"  # not its text: this may be the wrong file
         raise ConfigError(f"expected a mapping with {keys}, found {found}", location=source)
     return data, lines
 
@@ -128,7 +129,7 @@ def _without_quotations(error: yaml.MarkedYAMLError) -> str:
     problem: str = error.problem or error.context or "this is not YAML"
     if isinstance(error, _StackFileError):
         return problem
-    # Kept are single characters, and PyYAML's own names for parts of a file, such as '<block end>'.
+    # It keeps single characters, and PyYAML's own names for parts of a file, such as '<block end>'.
     return re.sub(r"'([^']*)'", lambda quoted: quoted[0] if re.fullmatch(r".?|<.*>", quoted[1]) else HIDDEN, problem)
 
 
@@ -187,13 +188,13 @@ class _StackFileError(yaml.MarkedYAMLError):
 
 
 class _StackLoader(yaml.SafeLoader):
-    """The safe loader, without aliases, merges, duplicate keys, and keys without a value. It has lines, too."""
+    """The safe loader, which refuses aliases, merges, duplicate keys, and keys without a value. It has lines, too."""
 
     def get_single_data(self) -> tuple[object, dict[str, int]]:
         node = self.get_single_node()
         if node is None:
             return None, {}
-        data = self.construct_document(node)  # finds entries that a file must not have
+        data = self.construct_document(node)  # raises an error for keys that a file must not have
         return data, {dotted(place): each.start_mark.line + 1 for place, each in self._places(node)}
 
     def _places(self, node: yaml.Node, location: Location = ()) -> Iterator[tuple[Location, yaml.Node]]:

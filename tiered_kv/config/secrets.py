@@ -1,7 +1,8 @@
 """Secrets: kept out of logs, errors and printed configurations; and keys of 32 bytes, read from a text or a file.
 
-A value is secret if it came from the environment, if it is a pydantic `SecretStr` or `SecretBytes`, or if the
-setting that holds it is named like one. User, password, query and fragment of a URL are secret wherever it stands.
+All code that reads settings or writes messages about them calls it, on any thread. A value is secret if it came from
+the environment, if it is a pydantic `SecretStr` or `SecretBytes`, or if its setting is named like a secret. User,
+password, query and fragment of a URL are secret in every text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tiered_kv.system.permissions import OTHERS
 HIDDEN = "***"
 _FOREIGN_CHARACTERS_MAX = 240
 _HIDDEN_MIN = 4
-"""Characters from which a secret is hidden in a text: a shorter one is in any message, and is no secret."""
+"""Characters of the shortest secret that is hidden in a text: shorter ones would occur in any message."""
 
 _SECRET_NAME = re.compile(
     r"pass(word|wd|phrase)|secret|token(?!s)|credential|(api|access|private|encryption|account|name)_?key|"
@@ -32,7 +33,7 @@ _SECRET_NAME = re.compile(
 )
 
 # A password that is not percent-encoded may hold "/", "@", "?" and spaces, and the URL may lack a slash. So a value is
-# hidden up to its last "@"; a text of several words only up to the end of the word.
+# hidden up to its last "@". In a text of several words, a word is hidden up to its last "@".
 _USERINFO_OF_VALUE = re.compile(r"(:/{1,2})(?!/).*@", re.DOTALL)
 _USERINFO_IN_TEXT = re.compile(r"(:/{1,2})(?!/)\S*@")
 _USERINFO_WITHOUT_SCHEME = re.compile(r"^[^/\s@:]*:.*@", re.DOTALL)
@@ -92,7 +93,7 @@ def secrets_in(value: object, name: str = "") -> set[str]:
 
 
 def texts_in(value: object) -> set[str]:
-    """Return the text of every text and number in `value`."""
+    """Return every text in `value`, and every number as a text."""
     leaves = (leaf for _, leaf in _leaves(value))
     return {str(leaf) for leaf in leaves if isinstance(leaf, (str, int, float)) and not isinstance(leaf, bool)}
 
@@ -143,9 +144,9 @@ STRAY_CHARACTER: Final = "has white space or a control character"
 
 
 def stray_character(secret: str, *, may_have_blanks: bool = False) -> bool:
-    """Return whether a credential has white space, a control character or a byte order mark, as a file may have.
+    """Return whether a credential has white space, a control character or a byte order mark, as if copied from a file.
 
-    Blanks within it are none if it `may_have_blanks`.
+    With `may_have_blanks`, blanks between its other characters do not count.
     """
     looked_at = secret.replace(" ", "") if may_have_blanks and secret == secret.strip() else secret
     return any(each.isspace() or unicodedata.category(each) in ("Cc", "Cf") for each in looked_at)
@@ -155,7 +156,7 @@ def parse_key(text: str) -> bytes:
     """Return the bytes of a key; raises `ConfigError` if it is none, without showing the text or its length."""
     if problem := problem_of_key(text):
         raise ConfigError(problem)
-    return bytes.fromhex(text.strip())  # `fromhex` takes ASCII white space only, `_KEY` and `strip` any
+    return bytes.fromhex(text.strip())  # `fromhex` skips ASCII white space only, `_KEY` and `strip` all
 
 
 def problem_of_key(text: str) -> str | None:
@@ -164,9 +165,9 @@ def problem_of_key(text: str) -> str | None:
 
 
 def read_key_file(path: str | os.PathLike[str], *, location: str = "") -> bytes:
-    """Return the key in a file of this user that is closed to all others, or of root for a group to read.
+    """Return the key in a file of this user, closed to all others, or in a file of root that a group may read.
 
-    `location` is its setting.
+    `location` names the setting in errors.
 
     Raises:
         ConfigError: The file cannot be read, is open to others, is larger than `KEY_FILE_BYTES_MAX`, or holds no key.

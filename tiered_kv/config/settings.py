@@ -1,4 +1,8 @@
-"""The strict pydantic models of all settings; a tier's author subclasses `TierSettings`."""
+"""The strict pydantic models of all settings; a tier's author subclasses `TierSettings`.
+
+`tiered_kv.config` makes them as it reads a configuration; any thread may read them, since they are frozen. What must
+stay true: an unknown key is an error, and no model shows a secret when it is printed.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +37,12 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     unknown_key_advice: ClassVar[Mapping[str, str]] = {}
-    """For keys that users may expect and that are no settings: the hint that the error gives."""
+    """By key: a hint for the error, for keys that users may expect and that are no settings."""
 
     _from_environment: Mapping[str, frozenset[str]] = PrivateAttr(default={})
     """Settings with values from environment variables, and the variables' values."""
     _written: Mapping[str, tuple[str, float]] = PrivateAttr(default={})
-    """Sizes, rates and durations as the file has them, and their meanings."""
+    """By setting: a size, rate or duration as the file has it, and its value as a number."""
 
     def secret_texts(self) -> set[str]:
         """Return every secret text in the settings, for use with `secrets.scrub`."""
@@ -78,7 +82,7 @@ class StrictModel(BaseModel):
                 name: (value, number)
                 for name, value in data.items()
                 if type(value) is str  # no EnvironmentText
-                and isinstance(number := getattr(model, name, None), (int, float))  # None: it has another name there
+                and isinstance(number := getattr(model, name, None), (int, float))  # None if the field has another name
             }
             model._from_environment = {
                 name: variables
@@ -185,7 +189,7 @@ class TierSettings(StrictModel):
     )
 
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
-        """Return an open tier's greatest needs of this process's limits; its settings are named as in its entry."""
+        """Return the most that an open tier takes of each limit of this process, with the setting that decides it."""
         return ()
 
     def storage_facts(self) -> StorageFacts:
@@ -218,7 +222,7 @@ class TierSettings(StrictModel):
             update[names.directory] = own / directory if isinstance(own, PurePath) else f"{own}/{directory}"
         if facts.capacity_bytes is not None:
             update[names.capacity] = int(facts.capacity_bytes * share)
-        elif share < 1 and (text := getattr(self, names.capacity, None)) is not None:  # an argument of a class
+        elif share < 1 and (text := getattr(self, names.capacity, None)) is not None:  # an argument of a tier's class
             try:
                 update[names.capacity] = format_bytes(int(parse_bytes(text) * share))
             except (TypeError, ValueError):

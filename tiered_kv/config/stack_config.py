@@ -224,7 +224,7 @@ class StackConfig(StrictModel):
 
     @property
     def is_prefill_measured(self) -> bool:
-        """Whether an engine that can measure its prefill rate has to."""
+        """Whether an engine that can measure its prefill rate must do so."""
         return self.prefill is None or self.must_measure_prefill
 
     @property
@@ -240,7 +240,7 @@ class StackConfig(StrictModel):
     @field_validator("prefill", mode="before")
     @classmethod
     def _off_is_a_word(cls, prefill: object) -> object:
-        """Read `prefill: off`, which YAML makes False of, as the rate."""
+        """Read `prefill: off`, which YAML turns into False, as `tokens_per_s: off`."""
         return {"tokens_per_s": "off"} if prefill is False or prefill == "off" else prefill
 
     @field_validator("secondary", mode="before")
@@ -282,7 +282,7 @@ def load_config(
         environ: Values of `${NAME}`; by default the process's environment.
 
     Raises:
-        ConfigError: It cannot be used; with a line for each setting at fault.
+        ConfigError: It cannot be used. The message has a line for each setting at fault.
     """
     if isinstance(source, StackConfig):
         return source

@@ -1,1 +1,1 @@
-"""Pages of a replay, bench or simulation: HTML files with plots, which fetch nothing and run no script."""
+"""Pages of a replay or a simulation: HTML files with plots, which fetch nothing and run no script."""

@@ -1,7 +1,7 @@
 """The figures of reports: SVG by matplotlib, and the samples of a replay that its figures show.
 
-Titles and legends are HTML, since matplotlib would interpret names as its markup. `page` replaces the colours by
-variables of its style: light, dark or printed.
+`replay` and `simulate` call it on the main thread. What must stay true: titles and legends are HTML, since matplotlib
+would interpret names as its markup. `page` replaces the colours by variables of its style: light, dark or printed.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ Values = npt.NDArray[Any]  # Any: counts or numbers
 CountersByTier = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
 
 _LEFT_OUT: Final = re.compile(r'<!--.*?-->|<style.*?</style>|(?<=<g) id="[^"]*"', re.DOTALL)
-"""Styles would reach beyond the figure, and the groups of several figures have the same names."""
+"""Removed from the SVG: styles would change the rest of the page, and several figures would have equal ids."""
 _LONG_AXIS: Final = 300.0
+"""The ratio of its ends above which a logarithmic axis shows only powers of ten."""
 _SIZE_IN: Final = (4.4, 2.4)
 _RATE_MIN: Final = 4.0
-"""The least end of an axis of rates, in bytes a second."""
+"""The lowest upper end of an axis of rates, in bytes a second."""
 _SECONDS_MIN: Final = 0.001
 SAMPLES_MAX: Final = 100
 INTERVAL_S: Final = 0.05
-"""Between the first samples. It doubles when there are too many, so that short and long runs have about as many."""
+"""Seconds between the first samples. They double at `SAMPLES_MAX`, so short and long runs have as many samples."""
 
 _STYLE: Final[dict[str, Any]] = {  # Any: what matplotlib takes for a setting
     "svg.fonttype": "none",
@@ -182,10 +183,11 @@ class ReplaySample:
     """A replay at one moment, in totals since its start.
 
     Attributes:
+        seconds: The time since its start.
         requests: Requests whose lookups were answered.
         blocks: Blocks of these requests.
         hits: Loaded blocks, by tier.
-        counters: By tier.
+        counters: The manager's counters, by tier and name.
     """
 
     seconds: float

@@ -1,6 +1,7 @@
 """A report's page: HTML elements, its head, the run, the machine and the configuration.
 
-All text of an element is escaped, unless it is of the type `Html`: no name, path or reason brings markup in.
+`replay` and `simulate` call it on the main thread. What must stay true: no name, path or reason brings markup in, since
+all text of an element is escaped, unless it is of the type `Html`. A page shows no secret.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.config.units import rounded_bytes
 
 _ENDLESS: Final = 1 << 20
-"""Columns of YAML: no line is broken, so that no secret is broken and missed."""
+"""Columns of YAML: so many that no line is broken. `scrub` would miss a secret that is broken."""
 _CPU_MODEL: Final = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 _COLORS: Final = ("ink", "quiet", "grid", "miss", *(f"tier-{index}" for index in range(8)))
-"""Variables of the page's style. matplotlib takes none, so each has a placeholder: `#f1e2` and its number here."""
+"""Variables of the page's style. matplotlib knows no variables, so it draws in placeholders: `#f1e2` and the index."""
 INK, QUIET, GRID, MISS, *_TIERS = (f"#f1e2{number:02x}" for number in range(len(_COLORS)))
 
 
@@ -40,7 +41,7 @@ def tier_color(index: int) -> str:
 
 
 class Html(str):
-    """HTML text. Only this module makes it."""
+    """HTML text, which is not escaped again. Only this module and `figures` make it."""
 
     __slots__ = ()
 
@@ -83,8 +84,9 @@ class Run:
 
     Attributes:
         stack: The stack's file, as it was given; empty without one.
-        arguments: Of the command, the verb first.
-        began: With its time zone.
+        arguments: The arguments of the command, the verb first.
+        config: The stack's configuration; None without a stack.
+        began: The time when it began, with its time zone.
     """
 
     stack: str
@@ -182,7 +184,7 @@ def _date(moment: datetime) -> str:
 
 
 def _machine() -> list[tuple[str, str]]:
-    """Return what results depend on, without the name of the machine."""
+    """Return the facts about the machine that results depend on, without its name."""
     try:
         model = _CPU_MODEL.search(Path("/proc/cpuinfo").read_text("utf-8", "replace"))
     except OSError:
