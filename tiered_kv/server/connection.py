@@ -1,7 +1,7 @@
-"""An engine's connection to its host's server: whether it answers, the resets that both know of, and rows to write.
+"""An engine's connection to its host's server. It counts resets, notices a silent server, and keeps rows to write.
 
-`AttachedManager` owns it, on the scheduler's thread; no call waits. A reset is never lost: a server that comes back
-gets it before it may answer.
+`AttachedManager` owns it. The scheduler's thread calls, or the idle poll's with the manager's lock; no call waits. No
+reset is lost: a server that comes back gets it before the server may answer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from tiered_kv.server.protocol import Message, ProtocolError
 from tiered_kv.tiering.spell import Lost, Spell
 
 PACKETS_A_TURN: Final = 64
+"""Packets that one `poll` reads at most."""
 RESET_S: Final = 60.0
-"""A server that is started anew within this time after a reset is reset again: the last one may have been killed before
-its tiers had written that."""
+"""A server that starts anew within this time after a reset is reset again. The last server may have been killed before
+its tiers had written the reset."""
 SPARE_S: Final = 1.0
 """How long an engine keeps rows that its stores do not need."""
 _log = logging.getLogger(__name__)
@@ -32,10 +33,11 @@ _SILENT: Final = (
 _ANSWERED: Final = frozenset((protocol.ACQUIRE, protocol.GRANT))
 """Messages that the server owes an answer."""
 _OF_REQUESTS: Final = frozenset((protocol.ANSWER, protocol.KNOWN, protocol.STORED))
+"""Messages about one request: only the manager handles them."""
 
 
 class ServerConnection:
-    """Sends an engine's messages and receives the server's. Owned by the manager's thread; no method waits.
+    """Sends an engine's messages and receives the server's. The manager owns it; no method waits.
 
     Args:
         attachment: Connects to the server; `close` closes it.
@@ -70,13 +72,13 @@ class ServerConnection:
         self._clock = clock
         self._on_message, self._on_reset, self._on_lost = on_message, on_reset, on_lost
         self._on_attached = on_attached
-        self._instance = ""
+        self._instance = ""  # of the last server's memory; see `Welcome`
         self._epochs_before = 0
-        """Difference of `epoch` and the server's own number, which begins with 0 when a server starts."""
+        """`epoch` less the server's own number, which begins with 0 when a server starts."""
         self._resets_owed = 0
         """Resets of this engine that may not have reached the server."""
         self._reset_s = -math.inf
-        """When this engine, or another while this one was attached, last reset the namespace."""
+        """When the namespace was last reset: by this engine, or by another one while this one was attached."""
         self._lost: HostLink | None = None
         """The last connection, while copies may run."""
         head = f"the cache at {attachment.path} does not answer"
@@ -93,7 +95,8 @@ class ServerConnection:
     def poll(self, now_s: float, *, is_copying: bool) -> None:
         """Take the server's messages, and notice that it has gone, or has come back.
 
-        With `is_copying`, workers copy to and from the rows of the last connection: there is no other until they end.
+        With `is_copying`, workers still copy to and from the rows of the last connection. It makes no new connection
+        until they end.
         """
         link = self.link
         if link is None:
@@ -111,16 +114,16 @@ class ServerConnection:
                 if self.link is not link:
                     return
             if self._heard_s is None and link.asked:
-                self._heard_s = now_s  # it owes more than one answer
+                self._heard_s = now_s  # the server owes more than one answer
             is_late = self._heard_s is not None and now_s - self._heard_s > link.welcome.answer_s
             if is_late and not self.is_silent:
                 self.is_silent = True
                 self._silence.begin(now_s, _SILENT, Lost(0, 0))
-                link.channel.add(protocol.PING)  # its answer ends the silence, also if the questions are lost
+                link.channel.add(protocol.PING)  # a PONG ends the silence, also if the questions are lost
             elif self.is_silent:
                 self._silence.go_on(now_s)
             link.channel.flush()
-        except Exception as error:  # of any kind: it costs the connection only
+        except Exception as error:  # an error of any kind costs only the connection
             self.lose(reason_for(error))
 
     def send(self, code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> None:
@@ -173,7 +176,7 @@ class ServerConnection:
     # Rows to write.
 
     def ask_rows(self, wanted: int) -> None:
-        """Ask for rows to write if there are fewer than `wanted`, requested ones included."""
+        """Ask for rows to write if fewer than `wanted` are free or requested."""
         link = self.link
         if link is None:
             return
@@ -183,7 +186,7 @@ class ServerConnection:
             self.send(protocol.GRANT, link.asked[-1])
 
     def return_rows(self, now_s: float, *, is_unused: bool) -> None:
-        """Return the rows that no store has needed for a second, or none of an unused engine, but for a few."""
+        """Give back the rows that no store has needed for `SPARE_S`, or all of an unused engine; keep `grant_rows`."""
         link = self.link
         if link is None:
             return
@@ -198,7 +201,7 @@ class ServerConnection:
         link.spare, link.spare_since_s = len(link.free), now_s
 
     def release(self, number: int, rows: Sequence[int]) -> None:
-        """End the leases that a request has of rows."""
+        """End a request's leases of these rows."""
         for at in range(0, len(rows), protocol.ROWS_MAX):
             part = rows[at : at + protocol.ROWS_MAX]
             self.send(protocol.RELEASE, number, len(part), protocol.pack_rows(part))
@@ -206,18 +209,18 @@ class ServerConnection:
     # Resets.
 
     def reset(self) -> None:
-        """Forget every block of the namespace, for all engines."""
+        """Let the server forget every block of the namespace, for all engines."""
         self.epoch += 1
         self._resets_owed += 1
         self._reset_s = self._clock()
-        self._attachment.note_reset()  # first: from here on it is carried out, whatever ends now
+        self._attachment.note_reset()  # first: so the reset is carried out even if this process ends now
         if self.link is not None:
             self.link.forget_known()
             self.send(protocol.RESET, self._attachment.resets.number)
             self.flush()
 
     def epoch_there(self, epoch: int) -> int:
-        """Return the server's number of an epoch."""
+        """Return the server's number for an epoch of this engine."""
         return epoch - self._epochs_before
 
     def _take(self, message: Message, link: HostLink) -> None:
@@ -233,12 +236,12 @@ class ServerConnection:
             link.free += rows
             del link.asked[:1]
         elif code == protocol.EPOCH:
-            if message.items and self._resets_owed:  # others' resets say nothing of this engine's
+            if message.items and self._resets_owed:  # a reset of others is no answer to this engine's
                 self._resets_owed -= 1
             if message.number + self._epochs_before > self.epoch:
                 self._reset_s = self._clock()
             self._reach(message.number + self._epochs_before)
-            if not self._resets_owed:  # the server may have carried out several of this engine's as one, or before
+            if not self._resets_owed:  # the server may have made one reset of several, or made them before
                 self._epochs_before = self.epoch - message.number
         elif code == protocol.WORKERS:
             link.workers = message.number
@@ -266,7 +269,7 @@ class ServerConnection:
         if link.welcome.instance != self._instance:
             self._instance, self._epochs_before = link.welcome.instance, self.epoch
             self._resets_owed += self._clock() - self._reset_s < RESET_S
-        elif self._resets_owed:  # whether the server has made them is not known, nor whether others have reset it
+        elif self._resets_owed:  # unknown: has the server made these resets, and have others reset it
             self._reach(self.epoch + 1)
         self._resets_owed = 0 if link.resets_seen == self._attachment.resets.count else min(self._resets_owed, 1)
         count = link.welcome.epoch + self._resets_owed

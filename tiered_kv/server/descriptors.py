@@ -14,16 +14,16 @@ from tiered_kv.system.limits import DESCRIPTORS_SHARE, Limits
 
 CONNECTIONS_MAX: Final = 1024
 CONNECTIONS_MIN: Final = 8
-"""So many are taken however few descriptors there are."""
+"""The server takes so many connections, however few descriptors it has."""
 OF_A_CONNECTION: Final = 2
-"""The socket, and the descriptor that shows the end of its process."""
+"""Descriptors of a connection: the socket, and the pidfd that shows the end of the process."""
 _OWN: Final = 32
 """Descriptors of the server itself: files of memory, the log, the pages."""
 _LIMIT_MAX: Final = 1 << 16
 
 
 def raise_limit() -> None:
-    """Raise this process's limit of descriptors as far as it may: by default it is enough for a few engines only."""
+    """Raise this process's limit of descriptors as far as allowed. The default is enough for a few engines only."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _LIMIT_MAX if hard == resource.RLIM_INFINITY else min(hard, _LIMIT_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -38,7 +38,7 @@ def needed_by(config: StackConfig) -> int:
 
 
 def connections_max(taken: int) -> int:
-    """Return how many processes may be connected, beside `taken` descriptors of tiers: these take half at least."""
+    """Return how many processes may connect if tiers take `taken` descriptors. At least half of the limit is theirs."""
     limit = Limits().descriptors().amount
     left = limit - max(taken, limit // DESCRIPTORS_SHARE) - _OWN
     return min(CONNECTIONS_MAX, max(CONNECTIONS_MIN, left // OF_A_CONNECTION))

@@ -1,7 +1,7 @@
 """The idle poll: an engine or program without requests notices the end of its server, and frees its memory.
 
 `AttachedEngineManager`, an attached program and the host tier start one. It polls on a thread of its own, only while
-the manager has no request, and only with the lock that every other such call holds.
+the manager has no request. It holds a lock, and so does every other call that may run without a request.
 """
 
 from __future__ import annotations

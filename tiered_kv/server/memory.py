@@ -1,8 +1,10 @@
 """The memory that a host's cache shares with its engines: the rows of one namespace, and a generation for each of them.
 
 The server makes both files and hands their descriptors over its socket. Neither has a name: they end with the last
-process that has mapped them. The kernel refuses to shrink or grow them (F_ADD_SEALS, fcntl(2)); otherwise any process
-that has the descriptor could kill all others, since an access behind the end of a file is a SIGBUS.
+process that has mapped them. The kernel refuses to shrink or grow them (F_ADD_SEALS, fcntl(2)). Otherwise any process
+with the descriptor could kill all others: an access behind the end of a file is a SIGBUS.
+
+A `Host` makes the files on the thread that opens its stack. An engine's `Attachment` maps them.
 
 Engines write to the rows. They only read the generations: the kernel refuses any new mapping that could write to them.
 """
@@ -30,11 +32,11 @@ from tiered_kv.system.huge_pages import TRANSPARENT, HugePages, aligned_to, map_
 from tiered_kv.system.limits import Limit, Limits
 
 ROWS_MIN: Final = 2
-"""A server without memory for so many does not start."""
+"""A server starts only with memory for so many rows."""
 SPARE_BYTES: Final = 32 << 20
 SPARE_SHARE: Final = 8
-"""The memory that rows leave free: so many bytes, or one byte in so many of theirs. The server needs memory of its
-own."""
+"""The rows leave `SPARE_BYTES` of memory free, or their bytes divided by `SPARE_SHARE` if that is less. The server
+needs this memory for itself."""
 _LOOK_BYTES: Final = 64 << 20
 """After so many bytes of rows, the server looks anew at how much memory is free."""
 _POLL_S: Final = 0.05
@@ -62,9 +64,9 @@ class SealedRegion(PrimaryRegion):
     def close(self) -> bool:
         """Unmap the region; see `PrimaryRegion`. Other processes keep their mappings."""
         is_closed = True
-        if getattr(self, "_mapping", None) is not None:  # there is none if it could not be mapped
+        if getattr(self, "_mapping", None) is not None:  # absent if it could not be mapped
             self.unpin()
-            # Python keeps the interpreter's lock while it unmaps. So it must find no pages, nor end the file.
+            # Python holds the interpreter's lock while it unmaps: the pages go before, and the file is closed after.
             _libc.madvise(self.array.ctypes.data, self.array.nbytes, mmap.MADV_DONTNEED)
             is_closed = super().close()
         if self.fd >= 0:
@@ -80,18 +82,18 @@ class HostRegion(SealedRegion):
 
     Args:
         num_blocks, block_bytes: As of `PrimaryRegion`.
-        huge_pages: Ask for transparent huge pages. The kernel gives them only where a setting `shmem_enabled`, in
-            /sys/kernel/mm/transparent_hugepage or a folder of it, is not `never`, as it is by default.
-        reserved: Take the huge pages that are reserved for such use (vm.nr_hugepages) instead, of any size. With None,
-            only if `huge_pages` are asked for, enough are free, whole pages are not much more than the rows need, and
-            on any node.
+        huge_pages: Ask for transparent huge pages. The kernel gives them only if a setting `shmem_enabled` allows it:
+            in /sys/kernel/mm/transparent_hugepage or a folder of it. The default is `never`.
+        reserved: Take reserved huge pages (vm.nr_hugepages) of any size instead. None takes them only if `huge_pages`
+            is set, `numa_node` is None, enough pages are free, and whole pages are not much more than the rows need.
         numa_node: Bind the memory to this node, for all processes that map it.
-        wait_s: How long to wait until enough memory is free: engines may still have mapped that of a killed server.
-        prefault: Allocate all rows in the background, and hand out only rows that have memory. Without it, a page
-            counts for the process that touches it first. Reserved huge pages are always allocated.
+        wait_s: Seconds to wait until enough memory is free: engines may still map the memory of a killed server.
+        prefault: Allocate all rows in the background, and hand out only rows that have memory. Without it, the kernel
+            charges a page to the process that touches it first. Reserved huge pages are always allocated.
 
     Raises:
-        ConfigError: Less memory is free, or fewer huge pages are reserved, than the rows need, or it cannot be bound.
+        ConfigError: Less memory is free, or fewer huge pages are reserved, than the rows need. Or the memory cannot be
+            bound to the node.
         ResourceError: The system gives no descriptor, or maps no more memory, or refuses the first rows.
     """
 
@@ -142,7 +144,7 @@ class HostRegion(SealedRegion):
 
     @property
     def ready_rows(self) -> int:
-        """How many rows, the first ones, may be handed out: a touch of them allocates no page."""
+        """How many rows, from the first on, may be handed out: a touch of them allocates no page."""
         allocation = self._allocation
         return (
             self.num_blocks if allocation is None else min(self.num_blocks, allocation.ready_bytes // self.block_bytes)
@@ -159,12 +161,12 @@ class HostRegion(SealedRegion):
         return self._allocation is not None and not self._allocation.is_over
 
     def stop_allocating(self) -> None:
-        """Leave the other rows as they are. It waits for one call of the kernel at most."""
+        """Allocate no further rows. It waits for one call of the kernel at most."""
         if self._allocation is not None:
             self._allocation.close()
 
     def close(self) -> bool:
-        """Stop to allocate, and unmap the region."""
+        """Stop the allocation, and unmap the region."""
         self.stop_allocating()
         return super().close()
 
@@ -175,9 +177,9 @@ class HostRegion(SealedRegion):
         return allocation
 
     def _room(self, wanted: int) -> tuple[int, str]:
-        """Return how many bytes the rows may take now; where that is less than `wanted`, also why."""
+        """Return how many bytes the rows may take now, and why no more."""
         spare_bytes = min(SPARE_BYTES, self._size_bytes // SPARE_SHARE)
-        least = _least_free(wanted + spare_bytes, self._numa_node, is_slow=False)  # the server, too, would be slow
+        least = _least_free(wanted + spare_bytes, self._numa_node, is_slow=False)  # else the server is slow, too
         why = (
             f"{rounded_bytes(least.amount)} are free ({least.where}), of which {rounded_bytes(spare_bytes)} are spared"
         )
@@ -219,9 +221,9 @@ class HostRegion(SealedRegion):
 
 
 class Generations:
-    """A number of 32 bits for each row, which only the server changes: a row has another whenever it is given anew.
+    """A number of 32 bits for each row. Only the server changes it: a row that is freed gets its next number.
 
-    One thread calls.
+    One thread calls: the server's, after the opening.
 
     Attributes:
         fd: The file, to hand over a socket; `close` closes it.
@@ -236,7 +238,7 @@ class Generations:
         try:
             with needing_resources("the rows' generations cannot be mapped"):
                 os.ftruncate(self.fd, rows * 4)
-                os.posix_fallocate(self.fd, 0, rows * 4)  # else a page counts for the engine that reads it first
+                os.posix_fallocate(self.fd, 0, rows * 4)  # else the first reader of a page pays for it
                 self.values = memoryview(mmap.mmap(self.fd, rows * 4)).cast("I")
                 seals = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
@@ -267,7 +269,7 @@ def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> SealedRegion:
     """Map the rows of a server, which may run as another user: the socket has shown its user.
 
     A forked child does not inherit the rows, since the server gives them to others when this process has ended. In the
-    child every access to them is a SIGSEGV; to close the region there is safe and does nothing to the parent's.
+    child every access to them is a SIGSEGV. To close the region there is safe, and leaves the parent's as it is.
 
     Args:
         fd: The file that has come over the socket; the caller closes it.
@@ -360,9 +362,9 @@ _not_inherited: WeakKeyDictionary[mmap.mmap, tuple[int, int, tuple[int, int]]] =
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: reserve the addresses of the rows, and close their files, which would keep the memory.
+    """In a forked child, reserve the addresses of the rows, and close their files, which would keep the memory.
 
-    Otherwise the child might map something else there, and unmap that when it deletes its copy of the mapping.
+    Otherwise the child might map other memory at these addresses, and unmap it with its copy of the mapping.
     """
     mapped = [each for mapping, each in _not_inherited.items() if not mapping.closed]
     if not mapped:

@@ -1,6 +1,6 @@
 """The stacks of a server: one for each namespace, opened when an engine needs it.
 
-The server's thread owns them; a thread for each opening opens a stack meanwhile. Two engines get one stack only if they
+The server's thread owns them. Each stack is opened on a thread of its own. Two engines get one stack only if they
 agree on the namespace, and a failed opening fails only the engines that wait for it.
 """
 
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from tiered_kv.stack.exporters.server import StatusServer
 
 CLOSE_S: Final = 5.0
+"""Seconds in which transfers may end when stacks are closed."""
 WAITING_MAX: Final = 2048
-"""Clients that wait for the opening of a stack."""
+"""Limit of the clients that wait for the opening of one stack."""
 BLOCK_BYTES_MIN: Final = 128
-"""Of a client's block. The server needs 8 bytes for each row, 24 while it opens the stack, and about 450 for each
-stored block: so a client makes it take at most some five times the capacity."""
+"""The least size of a client's block. Beside the rows, the server needs 8 bytes for each row (24 during the opening),
+and about 450 for each stored block. So a client makes it take at most some five times the capacity."""
 _DIGEST_CHARACTERS: Final = 12
 
 _log = logging.getLogger(__name__)
@@ -49,11 +50,11 @@ class Namespaces:
     """Opens stacks on threads of their own. The server's thread calls, and owns the hosts.
 
     Args:
-        source: The stack's file, or a mapping. Without `namespace` and `block`, engines say these.
+        source: The stack's file, or a mapping. If it has no `namespace` and `block`, engines give them.
         count: How many namespaces there may be at a time. They divide the capacities evenly.
 
     Attributes:
-        socket_path: Where the server listens, if at a path; set before a stack is opened.
+        socket_path: The path at which the server listens; None without a path. Set before a stack is opened.
         wake: Lets the server's thread see that a job of a tier has ended. The server sets it, any thread calls it.
 
     Raises:
@@ -62,7 +63,7 @@ class Namespaces:
 
     def __init__(self, source: str | os.PathLike[str] | Mapping[str, object], count: int = 1) -> None:
         self._raw: dict[str, Any] = from_source(source, lambda raw: fill_variables(raw, os.environ))
-        # Served from the start, for all namespaces at one address, and not by each stack.
+        # The server, and no stack, serves the metrics: from its start, for all namespaces at one address.
         metrics = self._raw.pop("metrics", None)
         self._metrics = None if metrics is None else validate(MetricsSettings, metrics, ("metrics",))
         self._count = count
@@ -88,7 +89,7 @@ class Namespaces:
             if isinstance(tier, Mapping) and _is_host_client(tier.get("type")):
                 raise ConfigError("a server has the host's cache: leave this tier out", location=f"secondary.{number}")
         self._hosts: dict[bytes, Host] = {}
-        self._opening: dict[bytes, list[Opened]] = {}
+        self._opening: dict[bytes, list[Opened]] = {}  # by the namespace's digest, as the hosts
         self.wake: Callable[[], None] = lambda: None
         self.socket_path: Path | None = None
 
@@ -136,7 +137,7 @@ class Namespaces:
             if digest in self._hosts:
                 on_opened(self._hosts[digest])
                 return
-            if len(self._opening.get(digest, ())) >= WAITING_MAX:  # most have left their connections, and made new ones
+            if len(self._opening.get(digest, ())) >= WAITING_MAX:  # most have ended this connection, and made a new one
                 raise ConfigError(f"{WAITING_MAX} clients wait until the stack is open: try again")
             if digest not in self._opening:
                 idle = self._idle_to_replace()
@@ -160,7 +161,7 @@ class Namespaces:
     def _open(self, config: StackConfig, idle: Host | None, call_soon: CallSoon) -> None:
         opened: Host | TieredKVError
         try:
-            if idle is not None:  # first: both may have one directory
+            if idle is not None:  # first: both stacks may have one directory
                 idle.close(CLOSE_S)
             opened = Host(config, lambda: self.wake(), self.socket_path)
         except TieredKVError as error:
@@ -208,10 +209,10 @@ class Namespaces:
         return config.model_copy(update={"primary": primary, "secondary": secondary})
 
     def _idle_to_replace(self) -> bytes:
-        """Return the digest of a stack that no engine uses, if there is no place for another; else b"".
+        """Return the digest of a stack that no engine uses, if all places are taken; else b"".
 
         Raises:
-            ConfigError: All are in use.
+            ConfigError: Engines use all stacks.
         """
         if len(self._hosts) + len(self._opening) < self._count:
             return b""

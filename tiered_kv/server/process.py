@@ -1,7 +1,6 @@
 """A process that is connected to a server: how the server knows it from others, and sees its end.
 
-The server's thread owns it. The kernel shows the process's user and its end, so no message of the process is believed
-about either.
+The server's thread owns it. The server learns the user and the end of a process from the kernel, never from a message.
 """
 
 from __future__ import annotations
@@ -24,14 +23,15 @@ class Process:
 
     channel: Channel
     pid: int
-    """As the server's PID namespace has it; 0 for every process that it does not contain."""
+    """Its number in the server's PID namespace; 0 for a process outside of it."""
     pidfd: int
-    since_s: float
+    """Readable once the process has ended; -1 if the system gives none."""
+    since_s: float  # when it connected, by `time.monotonic`
     hello: Hello | None = None
     session: Session | None = None
     """None until its stack is open."""
     is_connected: bool = True
-    is_mapped: bool = False
+    is_mapped: bool = False  # whether it has said MAPPED
 
     @property
     def role(self) -> str:
@@ -63,8 +63,7 @@ def open_pidfd(sock: socket.socket, pid: int) -> int:
 
 
 def _identity_of(pidfd: int) -> tuple[int, int] | None:
-    """Return a value that only descriptors of the same process have: an inode of their own, from Linux 6.9 on; None
-    before."""
+    """Return a value that only descriptors of one process share: from Linux 6.9 on, the inode. None before."""
     status, shared = os.fstat(pidfd), _anonymous_device()
     return None if shared is None or status.st_dev == shared else (status.st_dev, status.st_ino)
 

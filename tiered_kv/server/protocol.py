@@ -2,13 +2,13 @@
 
 They travel over a unix socket of packets (SOCK_SEQPACKET). A packet holds whole messages, at most `PACKET_BYTES_MAX`.
 A message is a header (`HEADER`: code, flags, count, number, bytes of the body; little endian) and its body. `number` is
-the client's number of a request, unless the table says otherwise.
+the client's number of a request, unless the table says otherwise. The functions keep no state: any thread may call.
 
     client to server
     HELLO     JSON: see `Hello`; the first message of a connection
     BEGIN     `BEGUN`, the id of a request, then its hints as JSON, if it has any
-    ACQUIRE   keys, at the end of those that the request named before: lease those that are ready
-    EXPECT    `EXPECTED`: the engine schedules the request now, and what computing costs it
+    ACQUIRE   keys that follow the request's earlier keys: lease the blocks that are ready
+    EXPECT    `EXPECTED`: the engine schedules the request now; its cost of computing
     RELEASE   rows: end the request's leases of them
     COMMIT    keys, then as many granted rows: their blocks are written
     END       the request has ended: end all its leases
@@ -23,7 +23,7 @@ the client's number of a request, unless the table says otherwise.
     WELCOME   JSON: see `Welcome`; descriptors come with it: the rows, their generations, perhaps the file of resets
     REFUSED   text: why not, and what to do
     WORKERS   number = worker processes of the session that have mapped the rows; count = its schedulers
-    ANSWER    `START`, then a row or code for each key from there on, then the tier of each (a byte)
+    ANSWER    `START` (an index of a key), a row or code for each key from it on, then the tier of each (a byte)
     KNOWN     a row or code for each key of an ACQUIRE with `ONLY_KNOWN`, then as many generations: nothing is leased
     STORED    a byte for each key of an ACQUIRE with `ONLY_STORED`: whether a tier has the block
     GRANTED   rows
@@ -52,7 +52,7 @@ from tiered_kv.errors import ConfigError, TieredKVError
 
 VERSION: Final = 1
 VERSION_MIN: Final = 1
-"""The oldest version that this one understands: at most the one before it."""
+"""The oldest version of the protocol that this version understands: itself, or the version before."""
 
 PATH_BYTES_MAX: Final = 107
 """Limit of a socket's path (unix(7))."""
@@ -79,6 +79,7 @@ ONLY_STORED: Final = 4
 AS_PREFIX: Final = 8
 """Flag of ACQUIRE: the blocks behind a missing one are of no use. Do not promote them."""
 WHEN_IDLE: Final = 1
+"""Flag of PING: answer once no job of a tier is in flight."""
 
 MISSING: Final = 0xFFFFFFFF
 """No tier has the block, or it would come too late."""
@@ -87,14 +88,14 @@ WAITING: Final = 0xFFFFFFFE
 ROW_MAX: Final = WAITING - 1
 ROW_BYTES: Final = 4
 
-_CODES: Final = b"\xff\xff\xff"  # in both codes
+_CODES: Final = b"\xff\xff\xff"  # bytes that both codes have
 
 HEADER: Final = struct.Struct("<BBHII")
 BEGUN: Final = struct.Struct("<qH")
 """The epoch in which a request began, and the bytes of its id."""
 START: Final = struct.Struct("<I")
 EXPECTED: Final = struct.Struct("<IIII4d")
-"""Blocks, blocks before them, whether a part is of no use; of `EngineCost` stalled, then its seconds in order."""
+"""Arguments of `CacheManager.expect` (blocks, before, is_whole); then of `EngineCost` `stalled`, and the seconds."""
 
 
 class ProtocolError(TieredKVError):
@@ -126,7 +127,7 @@ class Hello:
     """The identity of a client.
 
     Args:
-        name: Of the session. All processes of an engine have the same, and no two engines.
+        name: The session's name: the same in all processes of an engine, and in no other engine.
         role: "scheduler" for the process that stores and loads, "worker" for one that only copies.
         workers: How many worker processes the session has.
         settings: `namespace` and `block` of the client, as in a stack's file; None for the server's own.
@@ -149,16 +150,17 @@ class Welcome:
 
     Args:
         instance: Identifies the memory: rows of one instance mean nothing in another.
-        namespace: The digest of the namespace and of its blocks: a client uses no other's.
-        rows, row_bytes, block_tokens: Of the namespace's memory, without rows that will never be allocated.
+        namespace: The digest of the namespace and of its block settings: a client uses no other namespace.
+        rows, row_bytes, block_tokens: The namespace's rows, without rows that will never be allocated; a row's bytes; a
+            block's tokens.
         epoch: The namespace's epoch.
         grant_rows: Rows that the client should have in advance.
         grant_max: The most that it can have.
         tiers: Names of the tiers, the primary tier first.
-        answer_s: How long the client waits for an answer.
-        wait_s: How long a request waits for blocks that may come.
+        answer_s: Seconds without an answer after which the server counts as silent.
+        wait_s: Seconds that a request waits for blocks that may come.
         version: Of the protocol of this connection.
-        prefault: Whether the rows that the client may touch are allocated. Else they count for who touches them first.
+        prefault: Whether the rows that the client may touch are allocated. Else their first user pays for them.
     """
 
     instance: _Name
@@ -206,7 +208,7 @@ def object_of(body: memoryview) -> dict[str, Any]:  # Any: JSON
     """Return a JSON object.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: The body is no JSON object.
     """
     try:
         found = json.loads(bytes(body))
@@ -227,7 +229,7 @@ def begun_of(body: memoryview) -> tuple[int, str, dict[str, Any] | None]:  # Any
     """Return the epoch, the id and the hints of a BEGIN.
 
     Raises:
-        ProtocolError: It is none.
+        ProtocolError: The body is no BEGIN, or too long.
     """
     if len(body) < BEGUN.size:
         raise ProtocolError("expected the epoch and the id of a request")
@@ -242,20 +244,16 @@ def begun_of(body: memoryview) -> tuple[int, str, dict[str, Any] | None]:  # Any
 
 
 def split_keys(body: memoryview | bytes, count: int) -> list[OffloadKey]:
-    """Return the keys of a body that has nothing else.
+    """Return the keys of a body that has only keys.
 
     Raises:
-        ProtocolError: They do not fit, or are too many.
+        ProtocolError: The body has no `count` keys of one length, or too many.
     """
     return list(struct.unpack(f"{key_bytes_of(body, count)}s" * count, body))  # five times as fast as slices
 
 
 def key_bytes_of(body: memoryview | bytes, count: int) -> int:
-    """Return the length of each key of a body that has nothing else.
-
-    Raises:
-        ProtocolError: They do not fit, or are too many.
-    """
+    """Return the length of each key of a body that has only keys. Raises: see `split_keys`."""
     size, rest = divmod(len(body), count) if count else (0, 1)
     if rest or not 4 <= size <= KEY_BYTES_MAX or count > KEYS_MAX:
         raise ProtocolError(f"expected at most {KEYS_MAX} keys of one length, at most {KEY_BYTES_MAX} bytes each")
@@ -272,10 +270,10 @@ def codes_of(code: int, count: int) -> array.array[int]:
 
 
 def split_rows(body: memoryview, count: int) -> list[int]:
-    """Return the rows of a body that has nothing else.
+    """Return the rows of a body that has only rows.
 
     Raises:
-        ProtocolError: They do not fit, or are too many.
+        ProtocolError: The body has no `count` rows, or too many.
     """
     if len(body) != 4 * count or count > ROWS_MAX:
         raise ProtocolError(f"expected at most {ROWS_MAX} rows")
@@ -291,7 +289,7 @@ def messages_of(packet: memoryview) -> list[Message]:
     """Return the messages of a packet.
 
     Raises:
-        ProtocolError: It has no whole messages.
+        ProtocolError: The packet is too long, or ends within a message.
     """
     at, end, found = 0, len(packet), []
     if end > PACKET_BYTES_MAX:

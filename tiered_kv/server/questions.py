@@ -1,7 +1,7 @@
-"""The questions of an engine that it waits for: whether a tier has blocks, and when no job of a tier is in flight.
+"""An engine's open questions: whether a tier has blocks, and when no job of a tier is in flight.
 
-A session makes one. Its methods are called on the server's thread. An answer comes in a later step, in the order of the
-questions of a request; how many may wait is bounded.
+Each `Session` owns a `Questions`, and calls it on the server's thread. An answer comes in a later step. A request gets
+its answers in the order of its questions. The number of open questions is bounded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEYS_MAX: Final = 1 << 17
 
 
 class Questions:
-    """The questions of a session without an answer.
+    """A session's questions that have no answer yet.
 
     Attributes:
         idle_pings: Numbers of the PINGs that wait until no job is in flight.
@@ -38,7 +38,7 @@ class Questions:
         """Note that a request asks whether any tier has blocks.
 
         Raises:
-            ProtocolError: Too many wait for an answer.
+            ProtocolError: Too many questions wait for an answer.
         """
         if len(self._asked) >= QUESTIONS_MAX or self._keys + len(keys) > KEYS_MAX:
             raise ProtocolError(f"more than {QUESTIONS_MAX} questions, or {KEYS_MAX} keys, wait for an answer")
@@ -52,7 +52,7 @@ class Questions:
         self.idle_pings.append(number)
 
     def answer(self, tell: Callable[[SessionRequest, list[OffloadKey]], bool]) -> None:
-        """Call `tell` for each question, which returns whether it has answered."""
+        """Call `tell` for each question; `tell` returns whether it has answered the question."""
         if not self._asked:
             return
         left: list[tuple[SessionRequest, list[OffloadKey]]] = []
@@ -64,7 +64,7 @@ class Questions:
         self._keep(left)
 
     def forget(self, request: SessionRequest) -> None:
-        """Ask nothing more for a request: tiers would keep their answers."""
+        """Remove the questions of a request that ends: tiers would keep their answers to later lookups."""
         if self._asked:
             self._keep([each for each in self._asked if each[0] is not request])
 

@@ -1,12 +1,12 @@
-"""The file that keeps resets which processes of a host ask for, while their server is away or ends.
+"""The file that keeps the resets for which engines ask while their server is away or ends.
 
-A namespace has one, beside the server's socket. It begins with a number: how many resets the tiers below have written.
-An engine that wants a reset appends a byte, and then sends RESET. So the file's length says how many were asked for. A
-server that finds another number there, at its start or later, resets the namespace. It changes the number once all
-tiers have written the reset. A damaged file, or another user's, counts as a wanted reset.
+A namespace has one file, beside the server's socket. It begins with a number: how many resets the secondary tiers have
+written. An engine that wants a reset appends a byte, and then sends RESET. So the file's length says how many resets
+were asked for. If length and number differ, at its start or later, a server resets the namespace. It changes the number
+once all tiers have written the reset. A damaged file, or another user's, counts as a wanted reset.
 
-The server hands schedulers a descriptor of the file. They can append as any user, with the socket at any place in their
-container, and when the server has gone. The file is never replaced or cut while it has a name.
+The server hands schedulers a descriptor of the file. With it they can append as any user, from any container, and after
+the server has gone. The file is never replaced or cut while it has a name.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class ResetFile:
     """A server's side of the file. Owned by the server's thread, once it is made.
 
     Attributes:
-        fd: For clients, to append; -1 if the file cannot be used. Then resets last as long as their processes.
+        fd: Descriptor with which clients append; -1 if the file cannot be used. Then a reset ends with its process.
     """
 
     def __init__(self, socket_path: Path | None, namespace: str) -> None:
         self.fd = self._own_fd = -1
         self._asked = 0
-        self._is_unknown = False
+        self._is_unknown = False  # whether a file exists that cannot be read
         folders = [] if socket_path is None else [socket_path.parent]
         folders += [Path(each) for each in os.environ.get("STATE_DIRECTORY", "").split(":")[:1] if each and folders]
         why = ""
@@ -76,8 +76,8 @@ class ResetFile:
         if not os.path.samestat(status, os.fstat(self.fd)):
             raise FileExistsError(f"{path} was replaced")
         if not status.st_size:
-            os.write(self.fd, _WRITTEN.pack(0))  # if a client appends now, this is no header, but a reset
-        elif status.st_size < _WRITTEN.size:  # the header is lost, so that a reset counts as asked for
+            os.write(self.fd, _WRITTEN.pack(0))  # behind a client's byte it is no header, but a reset
+        elif status.st_size < _WRITTEN.size:  # the header is lost: a reset counts as asked for
             os.pwrite(self._own_fd, _WRITTEN.pack(-1), 0)
 
     def add(self) -> None:
@@ -89,7 +89,7 @@ class ResetFile:
     def asked(self) -> int:
         """Return how many resets were asked for. It takes a microsecond."""
         if self._own_fd >= 0:
-            with suppress(OSError):  # its file system has gone: so many as before
+            with suppress(OSError):  # the file system has gone: the last number holds
                 self._asked = max(0, os.fstat(self._own_fd).st_size - _WRITTEN.size)
         return self._asked
 
@@ -115,7 +115,7 @@ class ResetFile:
 
 
 class ResetNotes:
-    """A client's side. Any thread may call.
+    """A client's side of the file. Any thread may call.
 
     Args:
         socket_path: The server's.
@@ -127,13 +127,13 @@ class ResetNotes:
         self._settings = settings
         self._lock = threading.Lock()  # guards the next two; held for the append of a byte
         self._fd = -1
-        self._noted: tuple[int, int, int] | None = None  # the file of the last note, and its number
+        self._noted: tuple[int, int, int] | None = None  # of the last note: device and inode of its file, and its place
         self._has_warned = False
         self.count = 0
         """How many resets were noted. The manager's thread alone changes it, after the note."""
 
     def adopt(self, fd: int) -> None:
-        """Use a server's descriptor from now on; the caller closes the one that it gives."""
+        """Use a copy of a server's descriptor from now on; the caller closes `fd`."""
         own = os.dup(fd)
         with self._lock:
             before, self._fd = self._fd, own
@@ -141,7 +141,7 @@ class ResetNotes:
             os.close(before)
 
     def note(self, namespace: str) -> None:
-        """Append a reset to the file of a namespace; \"\" for that of the settings. It waits for no server."""
+        """Append a reset to the file of a namespace; \"\" means the settings' namespace. It waits for no server."""
         try:
             self._note(namespace)
         finally:
@@ -175,7 +175,7 @@ class ResetNotes:
 
     @property
     def number(self) -> int:
-        """The number of the last note in the server's present file; 0 if it is none of that."""
+        """The place of the last note in the server's present file; 0 if the note is not in that file."""
         with self._lock:
             if self._noted is None or self._fd < 0:
                 return 0

@@ -1,6 +1,6 @@
 """One engine's use of a namespace: its requests, the rows that they lease, and the rows that it was granted.
 
-The server's thread owns it. Its rows are its own until it gives them back, or until its processes have ended.
+The server's thread owns it. A row stays the session's until the engine gives it back, or its processes have ended.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tiered_kv.server.session_request import SessionRequest, params_of
 from tiered_kv.tiering.pace import EngineCost
 
 ASKED_AGAIN_MAX = 512
-"""Keys that a session looks up again at the end of a step, since a tier may have answered by then."""
+"""Limit of the keys that a session looks up again in a step, since a tier may have answered meanwhile."""
 _row_of, _pins_of = attrgetter("block_id"), attrgetter("ref_cnt")
 
 
 class Session:
-    """Server-side state of one engine: its requests, leased rows and granted rows. A living process may still copy.
+    """Server-side state of one engine: its requests, leased rows and granted rows. The engine may copy until `close`.
 
     Args:
         name: The engine's name, unique among the sessions of the namespace.
@@ -46,12 +46,12 @@ class Session:
         """Leases of all requests together."""
         self.requests: dict[int, SessionRequest] = {}
         self.waiting: dict[int, SessionRequest] = {}
-        """Requests without a final answer for each key, by number."""
+        """By number, the requests with a key that has no final answer."""
         self.changed: dict[int, SessionRequest] = {}
         """Requests to answer in this step."""
         self.questions = Questions()
         self.cost = EngineCost()
-        """The engine's cost of computing. It decides its requests, unless the server's file has `prefill`."""
+        """The engine's cost of computing. It decides what requests load, unless the server's file has `prefill`."""
         self._keys = 0
         self._handlers: dict[int, Callable[[Message], None]] = {
             protocol.BEGIN: self._begin,
@@ -68,7 +68,7 @@ class Session:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something may be answered without a message."""
+        """Whether a request or a question may be answered without a further message."""
         return bool(self.waiting or self.questions)
 
     @property
@@ -79,7 +79,7 @@ class Session:
         """Carry out a message of the scheduler.
 
         Raises:
-            ProtocolError: It may not ask for that.
+            ProtocolError: The scheduler may not send this message.
         """
         handler = self._handlers.get(message.code)
         if handler is None:
@@ -89,7 +89,7 @@ class Session:
     def send(self, code: int, number: int = 0, count: int = 0, body: bytes = b"") -> None:
         """Add a message for the scheduler, if it is connected."""
         if self.channel is not None:
-            with suppress(ProtocolError):  # one that does not read loses its connection when the server sends
+            with suppress(ProtocolError):  # a scheduler that does not read is disconnected when the server sends
                 self.channel.add(code, number, count, body)
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class Session:
     # Once a step.
 
     def answer_changed(self) -> None:
-        """Look up the keys that requests named in this step, first for requests that wait for leases."""
+        """Look up the keys that requests named in this step; first look up again for requests that lack leases."""
         for request in [each for each in self.waiting.values() if each.lacks_leases]:
             self._look_up(request, ASKED_AGAIN_MAX)
         changed, self.changed = self.changed, {}
@@ -116,7 +116,7 @@ class Session:
                 self._look_up(request)
 
     def answer_waiting(self) -> None:
-        """Answer requests for which a block may have come; after the step."""
+        """After the step, answer the requests for which a block may have come."""
         manager, left = self.host.manager, ASKED_AGAIN_MAX
         for request in list(self.waiting.values()):
             promoting = manager.promoting(request.context)
@@ -190,7 +190,7 @@ class Session:
             raise ProtocolError("expected the cost of computing in seconds")
         self.cost.take(EngineCost(block_s, growth_s, backlog_s, notice_s, stalled))
         self.host.show_costs()
-        request.is_ahead, request.told = False, request.codes[:0]  # an engine waits for an answer, even the same one
+        request.is_ahead, request.told = False, request.codes[:0]  # the engine waits for an answer, even the same
         self.host.manager.end_prefetch(request.context)
         self.host.manager.expect(blocks, request.context, before=before, is_whole=bool(is_whole))
         self.changed[request.number] = request
@@ -220,7 +220,7 @@ class Session:
         blocks: list[CPUBlock] | None = None
         if wanted > 0:
             grant = self.host.manager.primary.grant
-            blocks = grant(wanted) or grant((wanted + 3) // 4)  # it may be for several stores: then a part helps
+            blocks = grant(wanted) or grant((wanted + 3) // 4)  # several stores may ask at once: a part helps
         self._give(blocks or [])
 
     def _return(self, message: Message) -> None:
@@ -235,11 +235,11 @@ class Session:
     # Answers.
 
     def _tell_known(self, request: SessionRequest, keys: Sequence[OffloadKey]) -> None:
-        """Tell which blocks are ready, and count a use of them: the engine has them, and need not store them."""
+        """Tell which blocks are ready, and count a use of them: the engine need not store these blocks."""
         get = self.host.manager.primary.blocks.get
         blocks = [get(key) for key in keys]
         rows = [protocol.MISSING if block is None or block.ref_cnt < 0 else block.block_id for block in blocks]
-        self.host.manager.touch(keys, request.context)  # tiers below may have the others
+        self.host.manager.touch(keys, request.context)  # secondary tiers may have the others
         current = self.host.generations.values
         generations = [current[row] if row != protocol.MISSING else 0 for row in rows]
         self.send(protocol.KNOWN, request.number, len(rows), protocol.pack_rows(rows) + protocol.pack_rows(generations))
@@ -276,10 +276,10 @@ class Session:
     def _lease_ready(self, request: SessionRequest, *, ends_at_miss: bool = False) -> None:
         """Lease the ready blocks at the head of a request that waits in the engine's queue.
 
-        `ends_at_miss` says that no tier promotes the blocks behind them. Then a miss ends the prefix.
+        `ends_at_miss` says that no tier promotes the blocks behind the ready ones. Then a miss ends the prefix.
         """
         codes, first, index = request.codes, request.answered, self.host.index
-        if request.epoch != self.host.epoch or request.context.kv_transfer_params:  # it may skip loads
+        if request.epoch != self.host.epoch or request.context.kv_transfer_params:  # the request may skip loads
             self._introduce(request)
         if self.host.manager.loads_nothing(request.context):
             self._end_prefix(request, first)
@@ -295,7 +295,7 @@ class Session:
         codes[first:end] = rows
         if ends_at_miss and end < last:
             for block in self.host.blocks_of(rows):
-                block.step = self.host.manager.primary.step  # to promote the next one evicts none of them
+                block.step = self.host.manager.primary.step  # promoting the next one evicts none of these
             if self.host.manager.lookup_many([request.keys[end]], request.context) == [False]:
                 self._end_prefix(request, end)
         self._answer(request, rows)
@@ -320,7 +320,7 @@ class Session:
         return min(self.host.leases_max - self.leases, self.host.lease_room)
 
     def _answer(self, request: SessionRequest, ready: Sequence[int], behind: int = 0) -> None:
-        """Tell the engine the changes, then pin the `ready` rows; `behind` others wait only for earlier ones."""
+        """Tell the engine the changed codes, and pin the `ready` rows; `behind` others wait only for earlier ones."""
         codes, first = request.codes, request.answered
         waiting = codes.count(protocol.WAITING) if first + len(ready) < len(codes) else 0
         request.unanswered = waiting - behind
@@ -356,7 +356,7 @@ class Session:
         if self.channel is not None:
             with suppress(ClosedError, ProtocolError):  # the server notices that, too
                 self.channel.flush()
-                os.sched_yield()  # the kernel may have woken the engine on this processor: it runs before the rest
+                os.sched_yield()  # the kernel may have woken the engine on this processor: it runs first
 
     # Rows.
 
@@ -386,7 +386,7 @@ class Session:
         return [self.granted.pop(row) for row in rows]
 
     def _give(self, blocks: Sequence[CPUBlock]) -> None:
-        """Tell the engine that these rows are its to write."""
+        """Grant rows, which the engine may write from now on."""
         self.granted.update((block.block_id, block) for block in blocks)
         rows = [block.block_id for block in blocks]
         self.send(protocol.GRANTED, 0, len(rows), protocol.pack_rows(rows))

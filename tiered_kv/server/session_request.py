@@ -20,9 +20,9 @@ from tiered_kv.hints import HINTS_KEY, Hints
 from tiered_kv.server import protocol
 
 RING_ROWS: Final = 2
-"""Notes of the ring for each row: prefixes share their heads."""
+"""Places of the ring for each row: prefixes that share a head note its rows several times."""
 RUN_MIN: Final = 16
-"""Rows that end a search if fewer follow each other: then to look at each key is as fast."""
+"""A search ends if it finds fewer rows in succession: then a look at each key is as fast."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,25 +32,26 @@ class SessionRequest:
     number: int
     context: ReqContext
     epoch: int
-    """The namespace's when it began, as the engine knew it."""
+    """The namespace's epoch when the request began, as the engine knew it."""
     is_known: bool = False
     """Whether the manager knows it."""
     codes: array[int] = field(default_factory=lambda: array("I"))
     """For each key its row, or a code of the protocol."""
     unsplit: list[tuple[bytes, int]] = field(default_factory=list)
-    """The last keys, and how many, message by message: if all are found, they are never split."""
+    """The last keys and their number, message by message. If all blocks are found, the keys are never split."""
     _keys: list[OffloadKey] = field(default_factory=list)
+    """Keys that were split; `keys` appends the others."""
     answered: int = 0
     """Keys before this one have their final codes."""
-    leased: dict[int, None] = field(default_factory=dict)
+    leased: dict[int, None] = field(default_factory=dict)  # its leased rows, as an ordered set
     is_ahead: bool = False
-    """Whether it waits in the engine's queue."""
+    """Whether the request waits in the engine's queue."""
     is_prefix: bool = False
     """Whether blocks behind a missing one are of no use."""
     lacks_leases: bool = False
-    """Whether it is such a prefix, and its session had no lease left for a block that is ready."""
+    """Whether its keys are a prefix, and its session had no lease left for a ready block."""
     has_hole: bool = False
-    """Whether it is such a prefix, and a block is missing."""
+    """Whether its keys are a prefix, and a block of it is missing."""
     prefetched: int = 0
     """Keys before this one are ready, or were given to the manager's prefetch."""
     told: array[int] = field(default_factory=lambda: array("I"))
@@ -58,9 +59,9 @@ class SessionRequest:
     promoting: int = 0
     """How many of its blocks were being promoted when it was last looked up."""
     unanswered: int = 0
-    """How many of its keys had no final code then."""
+    """How many of its keys had no final code then, except for blocks that wait only for earlier ones."""
     asked_to: int = 0
-    """Where looking its keys up again goes on."""
+    """The place of the key with which the next look-up begins, if one look-up cannot ask for all."""
 
     @property
     def keys(self) -> list[OffloadKey]:
@@ -79,9 +80,9 @@ class SessionRequest:
     def take_head(
         self, asked: Sequence[int], answers: Sequence[bool | None], room: int, blocks: Mapping[OffloadKey, CPUBlock]
     ) -> tuple[list[int], int]:
-        """Note the rows of the ready blocks at the head of a prefix, which are leased: at most `room`.
+        """Note the rows of the ready blocks at the head of a prefix, at most `room`. The caller leases these rows.
 
-        It leases none behind a block that is not ready: so it keeps no row from others that need it to go on.
+        No row behind a block that is not ready is leased. So a request withholds no row that others need to go on.
 
         Args:
             asked: Places of the keys without a final code.
@@ -110,9 +111,9 @@ class SessionRequest:
 
 
 def params_of(hints: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON
-    """Return the parameters of a request with its hints, without other entries: clients write them.
+    """Return the parameters of a request: its hints, and none of the other entries that a client may have written.
 
-    Invalid ones stay invalid, so that they are counted.
+    Invalid hints stay invalid, so that they are counted.
     """
     try:
         return {HINTS_KEY: Hints.parse(hints).given() or {}}
@@ -124,8 +125,8 @@ class RowIndex:
     """Remembers prefixes as they were last seen, one behind the other in a ring. Owned by the server's thread.
 
     To find 512 keys in a dictionary that has left the processor's cache takes 0.2 ms, and an engine's step waits. Here
-    the first key's row leads to where its prefix stands. That is a guess. It holds for the keys in it with rows of the
-    noted generations: a row gets another when it is freed.
+    the row of the first key leads to a place in the ring. That its prefix stands there is a guess. A note counts only
+    for its own key, and while its row has the noted generation: a row that is freed gets another one.
 
     Args:
         blocks: The primary tier's, by key.
@@ -137,7 +138,7 @@ class RowIndex:
         self._generations = generations
         self._size = RING_ROWS * len(generations)
         self._places = np.zeros(len(generations), np.uint32)
-        """Where each row was last noted in the ring: that is the next three."""
+        """The place at which the ring last noted each row. The next three fields are the ring."""
         self._keys: np.ndarray[Any, np.dtype[np.void]] = np.zeros(0, np.void(0).dtype)
         self._rows = np.zeros(self._size, np.uint32)
         self._noted = np.full(self._size, 0xFFFFFFFF, np.uint32)  # no row has that at first
@@ -160,10 +161,10 @@ class RowIndex:
             self._places[part] = np.arange(first, end, dtype=np.uint32)
 
     def find_all(self, parts: Iterable[tuple[bytes, int]]) -> array[int]:
-        """Return the rows of ready blocks: of all keys, or of some at their beginning.
+        """Return the rows of ready blocks: of all keys, or of the first ones.
 
         Args:
-            parts: Keys of one length, one behind the other, and how many they are.
+            parts: For each message its keys, packed, of one length; and their number.
         """
         found = array("I")
         for packed, count in parts:
@@ -192,8 +193,8 @@ class RowIndex:
                 break
 
     def forget(self, blocks: Mapping[OffloadKey, CPUBlock]) -> None:
-        """Use the index of a tier that was reset. Each row has another generation, so nothing noted is found."""
+        """Use `blocks` after a reset of the primary tier. Each row has another generation, so no old note is found."""
         self._blocks = blocks
 
     def _current(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
-        return np.frombuffer(self._generations, np.uint32)  # not kept: it would keep the memory
+        return np.frombuffer(self._generations, np.uint32)  # not kept: an array that is kept keeps the memory mapped

@@ -1,8 +1,8 @@
 """The users that may connect to a server: its own user, root, and allowed ones, by the numbers that the kernel shows.
 
-The command and the server make one, on the server's thread. In a user namespace with a map that leaves users out, the
-kernel shows all of these as one number, the overflow user (user_namespaces(7)). It is no certain user, so never
-allowed.
+The command and the server make one, on the server's thread. If the map of a user namespace leaves users out, the kernel
+shows all of them as one number, the overflow user (user_namespaces(7)). That number stands for no certain user, so it
+is never allowed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Users:
     """The users that may connect.
 
     Args:
-        allowed: Numbers of users, besides this process's own, and root.
+        allowed: Numbers of users that may connect, besides root and this process's user.
 
     Raises:
         ConfigError: One of `allowed` stands for all users that this user namespace leaves out.

@@ -1,9 +1,8 @@
-"""Checks of a server's answer to HELLO: its fields, and the files that come with them. A client calls them while it
-attaches.
+"""Checks of a server's answer to HELLO: its fields, and the files that come with them.
 
-Another version, a faulty server, or another program at the socket's path may answer anything. An answer that passes
-here can be used without a further look: no row is outside the memory, and no access is behind the end of a file, a
-SIGBUS.
+A client's `Attachment` calls them, on the thread that connects. Another version, a faulty server, or another program at
+the socket's path may answer anything. After these checks, no row is outside the memory, and no access is behind the end
+of a file, which would be a SIGBUS.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
     """Return the server's answer, and the files that come with it, which the caller closes."""
     try:
         packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 3)
-    except ConnectionResetError:  # it has left our message unread; its own comes next (unix(7))
+    except ConnectionResetError:  # the server left our HELLO unread; its message comes next (unix(7))
         packet, fds, _flags, _address = socket.recv_fds(sock, protocol.PACKET_BYTES_MAX, 3)
     return packet, fds
 
@@ -40,8 +39,8 @@ def welcome_of(packet: bytes) -> Welcome:
     """Return the server's answer to HELLO.
 
     Raises:
-        ConfigError: It refuses, speaks another version, or gives impossible values.
-        OSError: It has closed the connection.
+        ConfigError: The server refuses, speaks another version, or gives impossible values.
+        OSError: The server ends, or has closed the connection.
     """
     try:
         message = next(iter(protocol.messages_of(memoryview(packet))), None)
@@ -59,13 +58,13 @@ def welcome_of(packet: bytes) -> Welcome:
 
 
 def check_files(fds: list[int], welcome: Welcome) -> None:
-    """Check that the files of the rows and of their generations came, and are and stay as long as the server says.
+    """Check that the files of the rows and their generations came, are as long as the server says, and cannot be cut.
 
-    A third one, of resets, has to be a file: to write to another kind may wait.
+    A third descriptor, of the resets, must be a regular file: a write to any other kind may wait.
 
     Raises:
-        ConfigError: They are not as long.
-        OSError: The server may cut them: as if none were there, so that a stack opens without it.
+        ConfigError: A file did not come, is too short, or is of a wrong kind.
+        OSError: The server may cut a file. Then a stack opens as if there were no server.
     """
     if len(fds) < 2:
         raise ConfigError("the server has sent no memory")
@@ -82,10 +81,10 @@ def check_files(fds: list[int], welcome: Welcome) -> None:
 
 
 def check_allocated(fd: int, welcome: Welcome) -> None:
-    """Check that all rows are allocated: to pin others would allocate them for this process, which may be killed.
+    """Check that all rows are allocated: a pin would charge other rows to this process, which might be killed.
 
     Raises:
-        OSError: The server has not allocated all of them yet.
+        OSError: The server has not allocated all rows yet.
     """
     if welcome.prefault and os.fstat(fd).st_blocks * _STAT_BLOCK_BYTES < welcome.rows * welcome.row_bytes:
         raise OSError("the server still allocates its rows, and this engine pins all of them")

@@ -34,6 +34,7 @@ from tiered_kv.system.threads import start_thread
 from tiered_kv.worker.handlers import WorkerHandlers
 
 JOIN_S: Final = 2.0
+"""Seconds that `HostWorker.end` waits for the worker's own thread."""
 _WATCH_MS: Final = 500
 _PACKETS_A_PASS: Final = 16
 
@@ -62,8 +63,8 @@ class HostWorker:
 
     - The scheduler attaches to a server only while none of its transfers runs, and begins a transfer only when all
       workers have mapped that server's rows.
-    - Its transfers name the server. Rows of an old server stay mapped until the scheduler shows that it uses none, or
-      the new server says that the scheduler has attached to it.
+    - Each transfer names its server. Rows of an old server stay mapped while the scheduler may use them: until it shows
+      that it uses none, or the new server says that the scheduler has attached.
 
     Args:
         attachment: Connects to the server; `close` closes it.
@@ -83,8 +84,8 @@ class HostWorker:
         self._lock = threading.Lock()  # guards the rows; held while a transfer is submitted, never while one is awaited
         self._rows: dict[str, _MappedRows] = {}
         """By the server's instance."""
-        self._link: HostLink | None = None  # the thread's, once it runs
-        self._has_scheduler = False
+        self._link: HostLink | None = None  # owned by the worker's own thread, once it runs
+        self._has_scheduler = False  # whether the scheduler has attached to the same server
         self._closed = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
@@ -137,7 +138,7 @@ class HostWorker:
         self._attachment.close()
         self._thread.join(JOIN_S)
         self._close_rows()
-        if self._thread.is_alive():  # it maps or pins, and closes its mapping then
+        if self._thread.is_alive():  # it still maps or pins, and closes that mapping itself
             return
         os.close(self._wake_fd)
         if self._link is not None:
@@ -201,7 +202,7 @@ class HostWorker:
         return True
 
     def _watch(self, link: HostLink) -> None:
-        """Wait for messages, and unmap the rows of earlier servers when the scheduler needs them no more.
+        """Wait for messages, and unmap the rows of earlier servers once the scheduler does not use them.
 
         Raises:
             TieredKVError: The connection has ended.
@@ -219,7 +220,7 @@ class HostWorker:
             self._unmap_others(link.welcome.instance)
 
     def _are_unused(self) -> bool:
-        """Return whether the scheduler uses no row: it has lost its server, too."""
+        """Return whether the scheduler shows, by a socket at `unused_address`, that it uses no row."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
             try:

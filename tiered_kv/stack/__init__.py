@@ -1,8 +1,8 @@
 """A stack in a program: opening one, its calls, and what an open stack exports.
 
 A program, the command, an engine's plugin and the host's server open one, on their own thread. What must stay true: an
-opening that fails leaves nothing open, calls of several threads are one after another at the manager, and each call
-ends by its timeout.
+opening that fails leaves nothing open, and each call ends by its timeout. Calls of several threads reach the manager
+one after another.
 
 open             `open_stack` and `open_engine_stack`: wire everything that the configuration names
 facade           put and get, for programs that are no engine

@@ -30,8 +30,8 @@ class AsyncStack:
     executor, which limits how many run at a time. `timeout` counts also while the call waits for a thread.
 
     A cancelled call raises `CancelledError` when it has ended, within its `timeout`. So nothing uses the buffers of
-    `put` and `get` any more, and nothing stays reserved. A shorter `asyncio.timeout` does not end it earlier. A call
-    that no thread has begun raises at once, and never begins; only `close` closes the stack in any case.
+    `put` and `get` any more, and nothing stays reserved. A shorter `asyncio.timeout` does not end it earlier. If no
+    thread has begun a cancelled call, it raises at once, and never begins. Only `close` runs in any case.
 
     Args:
         stack: The stack, which `close` closes.
@@ -50,7 +50,7 @@ class AsyncStack:
         epoch: int | None = None,
     ) -> int:
         """See `Stack.put`."""
-        epoch = self.stack.epoch if epoch is None else epoch  # not when a thread is free
+        epoch = self.stack.epoch if epoch is None else epoch  # the present one, not that of when a thread is free
         return await _finish(
             lambda left_s: self.stack.put(keys, blocks, timeout=left_s, hints=hints, epoch=epoch), timeout
         )
@@ -104,7 +104,7 @@ class AsyncStack:
 async def _finish(call: Callable[[float], T], timeout: float, *, always: bool = False) -> T:
     """Return the result of `call`, which runs on a thread with the rest of `timeout`.
 
-    If this is cancelled, wait for the call's end, if it has begun or `always` runs.
+    A cancellation waits for the call's end, if the call has begun or `always` is set.
     """
     end_s = end_of(timeout)
     claim = threading.Lock()  # taken by the thread that begins the call, or by a cancellation before

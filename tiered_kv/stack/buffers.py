@@ -54,7 +54,7 @@ def bytes_in(buffer: AnyBuffer, name: str) -> Blocks:
 
     Raises:
         TypeError: It is no buffer, its elements are Python objects, or it is not in the CPU's memory.
-        ValueError: It is not contiguous, in C order, or a lazy conjugate or negative.
+        ValueError: It is not contiguous, in C order, or it is a lazy conjugate or negative of torch.
     """
     torch = sys.modules.get("torch")  # a caller with a tensor has imported it
     if torch is not None and isinstance(buffer, torch.Tensor):

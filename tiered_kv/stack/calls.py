@@ -31,7 +31,7 @@ T = TypeVar("T")
 PAUSE_MIN_S = 50e-6
 _PAUSE_MAX_S = 2e-3
 _CLOSE_MAX_S = threading.TIMEOUT_MAX / 2
-"""No lock waits for longer, and none for `math.inf`."""
+"""The longest wait for a lock: a lock takes no longer one, and no `math.inf`."""
 M = TypeVar("M", bound=CalledManager)
 
 
@@ -39,7 +39,7 @@ class StackCalls(Generic[M]):
     """The base of a stack's calls: their lock, their steps, and their end.
 
     Args:
-        manager: The manager; no other code may call it meanwhile, unless an engine does and there are no such calls.
+        manager: The manager. Either this object's callers use it, or an engine does, never both.
         region: The primary tier's memory.
     """
 
@@ -48,7 +48,7 @@ class StackCalls(Generic[M]):
         # Not its array: an array that is kept would keep the memory mapped after the region was closed.
         self.region = region
         self._lock = threading.Lock()
-        """Guards the manager, and the three fields below."""
+        """Guards the manager, `_calls` and `_is_shut_down`."""
         self._idle = threading.Condition(self._lock)
         self._calls = 0
         self._is_closed = False  # no call begins, and running calls end at their next step
@@ -94,7 +94,7 @@ class StackCalls(Generic[M]):
             return self._manager.jobs_in_flight
 
     def _wait(self, is_over: Callable[[], bool], end_s: float) -> bool:
-        """Step until `is_over()`, called under the lock; return whether that happened in time."""
+        """Step until `is_over()` is true; return whether that happened in time. The lock is held when it is called."""
         pause_s = PAUSE_MIN_S
         while True:
             with self._lock:
@@ -112,7 +112,7 @@ class StackCalls(Generic[M]):
 
     def _run(self, call: Callable[[], T]) -> T:
         self._raise_if_closed()  # before the lock: `close` holds it until the manager is shut down
-        return self._call_thread.run(call)  # not in a forked child: there a lock may be held for ever
+        return self._call_thread.run(call)  # raises in a forked child, where a lock may be held for ever
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -157,7 +157,7 @@ class StackCalls(Generic[M]):
 
 
 def end_of(timeout: float) -> float:
-    """Return when the time of a call that begins now is over; never for `math.inf`, now for a negative `timeout`.
+    """Return when, by `time.monotonic`, a call that begins now has to end: never for `math.inf`, now below 0.
 
     Raises:
         TypeError, ValueError: It is no number of seconds, such as None or NaN: a call would wait without a limit.

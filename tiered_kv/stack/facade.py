@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _Ask = Callable[[Sequence[OffloadKey], ReqContext], list[bool | None]]
 _COUNT_STALL_S: Final = 0.5
-"""After its timeout, a `put` waits so long for the next answer while it counts. Else it would count nothing."""
+"""After its timeout, a `put` still counts the stored blocks. It waits so many seconds for each answer."""
 
 
 class BlockFacade(StackCalls[M]):
@@ -55,9 +55,9 @@ class BlockFacade(StackCalls[M]):
         """Store the blocks that are not stored yet.
 
         Blocks are stored in the primary tier, and go to the secondary tiers in the background. `put` waits while their
-        store budgets are used up. Without secondary tiers, or time, no more blocks are stored than the primary tier
-        holds: each further block would evict one before it. Of blocks that no tier has taken, the ones that are still
-        in memory count.
+        store budgets are used up. Without secondary tiers, or time, it stores no more blocks than the primary tier
+        holds: each further block would evict an earlier one. A block that no secondary tier has taken counts while it
+        is in memory.
 
         Args:
             keys: Block hashes, in the order of their prefix. A hash that appears twice is stored once, with its first
@@ -66,16 +66,16 @@ class BlockFacade(StackCalls[M]):
                 It must not change before `put` returns.
             timeout: Seconds to wait, in all, for room.
             hints: Hints about the blocks; see docs/how-to/hints.md.
-            epoch: The `epoch` in which the blocks were computed, by default that of the call.
+            epoch: The `epoch` in which the blocks were computed, by default the epoch at the call.
 
         Returns:
             The length of the prefix of `keys` that is stored now. It is less than `len(keys)` if no room could be made
-            in time, and 0 if `hints` skip the store, or after a reset in or since `epoch`.
+            in time, and 0 if `hints` skip the store, or if a reset has ended `epoch`.
 
         Raises:
             TypeError, ValueError: The arguments do not fit each other, or hints are invalid.
         """
-        began = self.epoch if epoch is None else epoch  # not when the call gets the lock, which a reset may hold
+        began = self.epoch if epoch is None else epoch  # the present one: later, a reset may hold the lock
         offload_keys = self._keys_of(keys)
         rows = rows_in(blocks, len(offload_keys), self.region.block_bytes, "blocks")
         end_s = end_of(timeout)
@@ -101,7 +101,7 @@ class BlockFacade(StackCalls[M]):
 
         Args:
             keys: Block hashes, in the order of their prefix.
-            out: Receives block i at byte i * block_bytes. As the blocks of `put`, and writable. By default a new array.
+            out: Receives block i at byte i * block_bytes: a writable buffer, as of `put`. By default a new array.
             timeout: Seconds to wait, in all, for secondary tiers, and for room while other calls take it.
             hints: As of `put`.
 
@@ -127,8 +127,8 @@ class BlockFacade(StackCalls[M]):
 
         Args:
             keys: Block hashes, in the order of their prefix.
-            timeout: Seconds to wait, in all, for secondary tiers. A block of which a tier says nothing in time is not
-                stored.
+            timeout: Seconds to wait, in all, for secondary tiers. A block counts as not stored if a tier
+                does not answer in time.
 
         Raises:
             TypeError: A key is not a block hash.
@@ -140,7 +140,7 @@ class BlockFacade(StackCalls[M]):
     def prefetch(self, keys: Sequence[bytes], timeout: float = 1.0, *, hints: HintsAsGiven = None) -> int:
         """Load the longest available prefix of `keys` into the primary tier, before a `get` needs it.
 
-        A server calls it while a request waits for its turn, so that its `get` needs no secondary tier. The blocks are
+        A server calls it while a request waits in its queue, so that its `get` needs no secondary tier. The blocks are
         not pinned. At most half of the primary tier is filled, since other blocks are evicted for them. The call counts
         as a request, also in hits and misses.
 
@@ -195,7 +195,7 @@ class BlockFacade(StackCalls[M]):
                 # Wait until every tier has reserved room; a tier without room skips them.
                 is_reserved = has_secondary and self._wait(partial(self._manager.reserve_stores, stop - done), end_s)
                 reserved = stop - done if is_reserved else 0
-                if done and not is_reserved:  # no tier takes them: none must evict one before it
+                if done and not is_reserved:  # no tier takes them: none may evict an earlier one
                     with self._lock:
                         self._manager.spare_own(context)
                 if self._store(keys[done:stop], blocks[done:stop], context, reserved, end_s):
@@ -206,7 +206,7 @@ class BlockFacade(StackCalls[M]):
                 elif time.monotonic() >= end_s or not (self._step() or self._calls > 1):
                     break  # neither a transfer nor another call will make room
                 else:
-                    pause_s = pause(pause_s)  # not for a message: each refusal is one
+                    pause_s = pause(pause_s)  # not `_pause`, which ends at a message: each refusal is one
             # Later blocks, also of other calls, may have taken the room of the first ones.
             if batches > 1 and not self._manager.has_kept(context):
                 done = self._follow(keys[:done], context, end_s, self._manager.contains_many, stall_s=_COUNT_STALL_S)
@@ -232,7 +232,7 @@ class BlockFacade(StackCalls[M]):
     ) -> int:
         """Return the length of the longest prefix that `ask` answers True in time, and load it into `out`, if given.
 
-        Without `out` it is 0 after a reset.
+        Without `out` the length is 0 after a reset during the call.
         """
         epoch = self.epoch
         with self._request(verb, hints) as context:
@@ -249,7 +249,7 @@ class BlockFacade(StackCalls[M]):
         *,
         stall_s: float = 0.0,
     ) -> int:
-        """Return `_prefix` for a request that has begun; after `end_s` wait `stall_s` for each answer."""
+        """Do as `_prefix` for a request that has begun. After `end_s`, wait up to `stall_s` for each answer."""
         taken, count, pause_s = 0, len(keys), PAUSE_MIN_S
         stalled_s = time.monotonic() + stall_s if stall_s else end_s
         while taken < count:
@@ -303,7 +303,7 @@ class BlockFacade(StackCalls[M]):
     def _take(self, keys: Sequence[OffloadKey], out: Blocks | None, context: ReqContext, ask: _Ask) -> tuple[int, int]:
         """Return how many at the head of `keys` are answered True, and how many precede the first False.
 
-        The former are loaded into `out`, if it is given.
+        The blocks that are answered True are loaded into `out`, if it is given.
         """
         with self._lock:
             self._raise_if_closed()
@@ -332,7 +332,7 @@ def keys_of(block_hashes: Sequence[bytes]) -> list[OffloadKey]:
     """Return the manager's keys of blocks that a program names by their hashes.
 
     Raises:
-        TypeError: One is not bytes, or empty.
+        TypeError: A hash is not bytes, or is empty.
     """
     hashes = list(block_hashes)  # once: they may come from a generator
     for block_hash in hashes:

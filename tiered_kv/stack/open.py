@@ -94,7 +94,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             has no publisher of events.
         is_checked: Whether the configuration was compared with the limits of the process (`require`).
         on_finished: As of `TierSpec`.
-        has_idle_caller: Whether the caller lets the history work when it is idle; else a thread does.
+        has_idle_caller: Whether the caller calls `history.work` while it is idle. Otherwise the history has a thread.
 
     Attributes:
         region: The primary tier's memory, for workers that map it.
@@ -178,13 +178,13 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         return self._run(self._snapshot)
 
     def observed(self) -> Observed:
-        """Return the objects that exporters read: the manager, too, for what any thread may ask it."""
+        """Return the objects that exporters read. Of the manager they call only methods that any thread may call."""
         from tiered_kv.stack.exporters.status import Observed
 
         return Observed(self.config, self.history, self._manager, self.opened_s, self.snapshot)
 
     def _snapshot(self) -> Snapshot:
-        with self._call():  # without the lock, for which calls that move blocks would wait
+        with self._call():  # without the lock: calls that move blocks would wait for it
             return self._manager.registry.snapshot()
 
     def _explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:
@@ -208,7 +208,7 @@ class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
         super().__init__(config, backend=backend, is_checked=is_checked)
 
     def explain(self, keys: Sequence[bytes]) -> list[Explanation]:
-        """Return for each block where it is, or why a tier does not have it.
+        """Return for each block and tier whether the tier has the block, or why not.
 
         The answer comes from the history in memory; no tier is asked. "stored" means that no miss was noted since.
 
@@ -317,12 +317,12 @@ def open_region(config: StackConfig) -> PrimaryRegion:
 
 
 def shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
-    """Close tiers that no manager has, and empty the list: it would keep the primary tier's memory mapped."""
+    """Close tiers that no manager owns, and empty the list: their views keep the primary tier's memory mapped."""
     while tiers:
         tier = tiers.pop()
         try:
             tier.shutdown()
-        except Exception as error:  # any exception of a third-party tier, as text: its traceback keeps the tier alive
+        except Exception as error:  # of a third-party tier, as text: a traceback would keep the tier alive
             text = error_text(error, config.secret_texts())
             _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, text)
 

@@ -1,6 +1,6 @@
 """What the process and the machine give: limits, permissions, files, memory, threads, and what interrupts them.
 
-Every room above the interfaces and words uses it, on its own threads. What must stay true: sizes and limits are read
+Every package above the interfaces and words uses it, on its own threads. What must stay true: sizes and limits are read
 from the kernel and none is assumed, and nothing here knows of blocks or tiers.
 
 limits           what the process and its cgroups may use: memory, descriptors, threads

@@ -21,7 +21,7 @@ _libc: Any = ctypes.CDLL(None, use_errno=True)  # Any: its functions are found b
 _NOT_ALLOCATED: Final = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV})
 _OF_PLACE: Final = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO})
 _INTERRUPTIONS_MAX: Final = 1000
-"""How often one allocation is begun again after a signal. A file system may undo its allocation."""
+"""How often one allocation is begun again after a signal. On a signal, a file system may undo its allocation."""
 
 # <linux/stat.h>, <linux/fcntl.h>: statx(2) writes 256 bytes.
 _AT_EMPTY_PATH: Final = 0x1000
@@ -42,7 +42,7 @@ _LOCAL_LOCKS: Final = frozenset({"nolock", "local_lock=flock", "local_lock=all",
 """Mount options of NFS, SMB and Lustre with which flock(2) reaches no other host."""
 _NFS_4_0: Final = frozenset({"vers=4", "vers=4.0", "minorversion=0"})
 _NFS_NAMES: Final = ("/sys/module/nfs/parameters/nfs4_unique_id", "/sys/fs/nfs/net/nfs_client/identifier")
-"""What makes a client's name unique, if the files hold something."""
+"""Files that make an NFS client's name unique, unless they are empty."""
 _CONTAINER_ID: Final = re.compile(r"[0-9a-f]{12}|[0-9a-f]{64}")
 _ANY_HOST: Final = re.compile(r"|\(none\)|localhost(\..*)?")
 
@@ -66,17 +66,17 @@ def is_stuck(error: OSError) -> bool:
 
 
 def is_of_place(error: OSError) -> bool:
-    """Return whether a transfer may have failed for its place on the disk alone: a bad sector, or no space behind it.
+    """Return whether a transfer may have failed only for its place on the disk: a bad sector, or no space for it.
 
     The kernel's words differ by device and file system: a medium error is EIO or ENODATA, a wrong checksum EILSEQ,
-    EBADMSG or EUCLEAN, a fault of a remote target EREMOTEIO. Others, such as ENODEV and ESTALE, are of the whole file
-    system.
+    EBADMSG or EUCLEAN, a fault of a remote target EREMOTEIO. Other errors, such as ENODEV and ESTALE, concern the whole
+    file system.
     """
     return error.errno in _OF_PLACE or is_full(error)
 
 
 def allocate(fd: int, offset: int, size_bytes: int) -> bool:
-    """Allocate a part of a file by fallocate(2); return False if its file system has none.
+    """Allocate a part of a file by fallocate(2); return False if its file system lacks this call.
 
     Not posix_fallocate(3): glibc writes a byte of each block where the call is missing, one call for each.
     Raises `OSError`: there is no space, or the file system failed.
@@ -94,7 +94,7 @@ def allocate(fd: int, offset: int, size_bytes: int) -> bool:
 
 
 class DirectAlignment(NamedTuple):
-    """What direct transfers of a file take; zeros if there are none."""
+    """The alignments that direct transfers of a file need; zeros if the file has no direct transfers."""
 
     memory_bytes: int
     offset_bytes: int
@@ -125,7 +125,7 @@ def is_cached(fd: int) -> bool:
 class Mount:
     """A mounted file system."""
 
-    point: str
+    point: str  # the directory where it is mounted
     source: str  # for example the device
     kind: str
     options: frozenset[str]
@@ -137,7 +137,7 @@ class Mount:
 
     @property
     def lock_problem(self) -> str | None:
-        """Why locks on it may not exclude other hosts, and the way out; None if they may well."""
+        """Why locks on this mount may not exclude other hosts, and the remedy; None if no reason is known."""
         if local := sorted(_LOCAL_LOCKS & self.options):
             how = f"{self.point} is mounted with {local[0]}"
             return f"locks reach no other host, as {how}; if others use this directory, mount it without this option"

@@ -1,8 +1,8 @@
-"""Huge pages: the sizes that the kernel gives of itself, what is reserved of each size, and memory that begins on one.
+"""Huge pages: the sizes of transparent ones, the reserved ones of each size, and memory that begins on a huge page.
 
-The primary tier's regions and `Limits` call it, on any thread. A processor has several sizes, and other ones with other
-base pages: 2 MiB and 1 GiB with pages of 4 KiB, but 2 MiB, 512 MiB and 16 GiB with pages of 64 KiB. So each size is
-read from the kernel (admin-guide/mm/hugetlbpage and transhuge of its documentation).
+The primary tier's regions and `Limits` call it, on any thread. The sizes depend on the base pages: 2 MiB and 1 GiB with
+pages of 4 KiB, but 2 MiB, 512 MiB and 16 GiB with pages of 64 KiB. So no size is assumed: each one is read from the
+kernel (admin-guide/mm/hugetlbpage and transhuge of its documentation).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ TRANSPARENT: Final = Path("/sys/kernel/mm/transparent_hugepage")
 POOLS: Final = "/sys/kernel/mm/hugepages"
 _MFD_HUGE_SHIFT: Final = 26  # memfd_create(2)
 _WASTE_SHARE: Final = 8
-"""A pool is preferred if the last page that rows need leaves at most one byte in so many of them unused."""
+"""A pool is preferred if its last page leaves unused at most the rows' bytes divided by this."""
 _WASTE_BYTES: Final = 16 << 20
-"""Nobody minds so little."""
+"""So few unused bytes are never too many; see `HugePages.fits`."""
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FOLDER: Final = re.compile(r"hugepages-(\d+)kB")
 
@@ -53,7 +53,7 @@ class HugePages:
 
     page_bytes: int
     total_bytes: int
-    free_bytes: int  # also below all limits
+    free_bytes: int  # free in the pool, and below all limits
     where: str  # the limit that sets `free_bytes`
     is_default: bool = True  # whether vm.nr_hugepages means this size
     pool_bytes: int | None = None  # the free bytes of the pool; None for `free_bytes`
@@ -61,7 +61,7 @@ class HugePages:
 
     @property
     def memfd_flags(self) -> int:
-        """What memfd_create(2) takes for a file of these pages."""
+        """The flags of memfd_create(2) for a file of these pages."""
         return os.MFD_HUGETLB | (self.page_bytes.bit_length() - 1) << _MFD_HUGE_SHIFT
 
     def pages_of(self, size_bytes: int) -> int:
@@ -76,13 +76,13 @@ class HugePages:
         return unused <= max(size_bytes // _WASTE_SHARE, _WASTE_BYTES)
 
     def may_get_room_for(self, size_bytes: int) -> bool:
-        """Return whether there would be room if nobody used any of them."""
+        """Return whether there would be room if no process used any of these pages."""
         return self.pages_of(size_bytes) * self.page_bytes <= min(
             [self.total_bytes, *(each.amount for each in self.limits)]
         )
 
     def advice(self, size_bytes: int) -> str:
-        """Return the remedy for missing room; "" if there is, by all limits that can be seen here."""
+        """Return the remedy for missing room; "" if there is room below all limits that can be seen here."""
         pages = self.pages_of(size_bytes)
         wanted = pages * self.page_bytes
         free = self.free_bytes if self.pool_bytes is None else self.pool_bytes
@@ -98,9 +98,9 @@ class HugePages:
 
 
 def pool_for(pools: Iterable[HugePages], size_bytes: int) -> HugePages:
-    """Return the pool to take `size_bytes` from: one with room, and of these one whose last page is not mostly unused.
+    """Return the pool to take `size_bytes` from: one with room, and of these one that wastes little of its last page.
 
-    The default size comes first, then larger pages.
+    Of several such pools the default size comes first, then larger pages.
     """
 
     def rank(pool: HugePages) -> tuple[bool, bool, bool, int]:
@@ -120,7 +120,8 @@ def transparent_sizes(setting: Literal["enabled", "shmem_enabled"], folder: Path
     """Return the sizes of the pages that the kernel gives to memory that asks for huge pages (madvise(2)), rising.
 
     `shmem_enabled` is for shared memory, `enabled` for other. Each size has its own file since Linux 6.8, for shared
-    memory since 6.11. The file above them is for those that say `inherit`, and for the largest size before.
+    memory since 6.11. The file above them holds for sizes that say `inherit`, and before these versions
+    for the largest size.
     """
     above = _chosen(folder / setting)
     if setting == "shmem_enabled" and above == "deny":
@@ -133,7 +134,7 @@ def transparent_sizes(setting: Literal["enabled", "shmem_enabled"], folder: Path
         for entry in os.listdir(folder):
             if (match := _FOLDER.fullmatch(entry)) and (chosen := _chosen(folder / entry / setting)):
                 by_size[int(match[1]) << 10] = chosen
-    if above == "force":  # then those that inherit have pages, and no other
+    if above == "force":  # then only the sizes that inherit have pages
         return sorted(size for size, chosen in by_size.items() if chosen == "inherit") or ([whole] if whole else [])
     if whole:
         by_size.setdefault(whole, "inherit")
@@ -142,18 +143,18 @@ def transparent_sizes(setting: Literal["enabled", "shmem_enabled"], folder: Path
 
 
 def aligned_to(sizes: Iterable[int], size_bytes: int) -> int:
-    """Return where memory of `size_bytes` begins at best: at multiples of the largest page that fits into it."""
+    """Return the best alignment for memory of `size_bytes`: the largest page that fits into it."""
     return max((size for size in sizes if size <= size_bytes), default=mmap.PAGESIZE)
 
 
 def map_aligned(size_bytes: int, align_bytes: int, *, fd: int = -1, offset: int = 0) -> tuple[mmap.mmap, int]:
-    """Map private memory, or all processes' memory of a file from `offset` on, for a huge page at each multiple.
+    """Map private memory, or the shared memory of a file from `offset` on, aligned to `align_bytes`.
 
-    The kernel aligns memory to its largest huge page only, and not always. So the mapping is longer, by `align_bytes`,
-    and nothing of that is ever used.
+    The kernel aligns memory to its largest huge page only, and not always. So the mapping is longer by `align_bytes`,
+    and these bytes are never used.
 
     Returns:
-        The mapping, and the byte in it where the memory begins: its address and `offset` are alike, modulo
+        The mapping, and the byte in it where the memory begins: its address and `offset` are equal, modulo
         `align_bytes`.
 
     Raises:
@@ -178,7 +179,7 @@ def map_aligned(size_bytes: int, align_bytes: int, *, fd: int = -1, offset: int 
 
 
 def _chosen(path: Path) -> str:
-    """Return the word in brackets, which is the one that holds; "" if there is no such file."""
+    """Return the chosen word of a setting, which its file has in brackets; "" if there is no such file."""
     with suppress(OSError):
         if match := re.search(r"\[(\w+)\]", path.read_text()):
             return match[1]

@@ -1,13 +1,13 @@
 """Calls that no signal handler interrupts.
 
-Python runs signal handlers in the main thread, between any two steps of the code that runs there. One that raises
+Python runs signal handlers in the main thread, between any two steps of the code that runs there. A handler that raises
 (Ctrl-C, a timeout by SIGALRM) would leave a lock held, a row taken or a list half changed. So the main thread hands
-such a call to a call thread, and only waits. If the wait is interrupted, the call ends early, and the interrupt goes on
-when it has.
+the calls of a stack to a call thread, and only waits. If the wait is interrupted, the call ends early, and then the
+interrupt goes on.
 
-What the main thread itself uses here is written in C, and so either happens or does not: `SimpleQueue`, `Lock`, and
-`start_new_thread`. `threading.Event`, `Condition` and `Thread.start` take locks in Python, which an interrupt leaves
-held.
+The main thread itself uses only operations that are written in C, so each happens as a whole or not at all:
+`SimpleQueue`, `Lock`, and `start_new_thread`. `threading.Event`, `Condition` and `Thread.start` take locks in Python,
+which an interrupt leaves held.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class _Call(Generic[T]):
 class CallThread:
     """Runs calls of the main thread, one after the other, on one daemon thread that starts with the first call.
 
-    Calls of other threads run where they are: no signal handler runs there. So do calls for which no thread can be
-    started, and calls after `stop`. A forked child has no such thread, so there `run` raises `ShutdownError`.
+    Calls of other threads run on those threads: no signal handler runs there. The caller's thread also runs calls for
+    which no thread can be started, and calls after `stop`. A forked child has no such thread, so there `run` raises
+    `ShutdownError`.
     """
 
     def __init__(self, name: str) -> None:
@@ -168,7 +169,7 @@ class CallThread:
     def _await(self, call: _Call[T], timeout_s: float = math.inf) -> None:
         """Wait until a call has ended, or cannot run on the thread, at most about `timeout_s`."""
         while not call.end.acquire(timeout=_POLL_S) and timeout_s > 0:
-            self._raise_if_forked()  # in a signal handler
+            self._raise_if_forked()  # a signal handler may fork
             if self._is_over or not self._start():
                 return
             timeout_s -= _POLL_S

@@ -1,8 +1,8 @@
 """The limits of this process, and a stack's needs.
 
 `Limits` reads the limits of the process, of its cgroups and of the machine. `compare` checks a stack's estimated use
-against them. The memory that other processes of the same container use is not known: only the stack counts, and the
-memory that its process has at that moment.
+against them. Any thread may call. The memory use of other processes in the same container is not known: only the
+stack counts, and the memory that its process has at that moment.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Take:
     amount: int  # bytes, or a number
     setting: str
     is_estimate: bool = False  # never a reason to refuse the stack
-    amount_max: int = 0  # with a higher limit, if it takes more then
+    amount_max: int = 0  # its amount under a higher limit, if that is more
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Limits:
     def memory(self, numa_node: int | None = None) -> list[Limit]:
         """Return the limits at which a process is killed: of every cgroup above this process, and of the machine."""
         found = [limit for _, limit, _ in self._of_cgroups("memory", _MEMORY)]
-        for folder in self._cgroups("memory"):  # of version 1: also of cgroups that a container does not show
+        for folder in self._cgroups("memory"):  # version 1: also a cgroup that a container does not show
             if match := re.search(r"^hierarchical_memory_limit (\d+)$", self._read(f"{folder}/memory.stat"), re.M):
                 found.append(Limit(int(match[1]), f"memory.limit_in_bytes of a cgroup above {folder}"))
         machine = "/proc/meminfo"
@@ -98,9 +98,9 @@ class Limits:
         return [limit for _, limit, _ in self._of_cgroups("memory", _SLOW_MEMORY)]
 
     def free_memory(self, numa_node: int | None = None, *, is_slow: bool = True) -> list[Limit]:
-        """Return how much more memory can be had now: of the machine, or a node, and below the limits of the cgroups.
+        """Return how much more memory is free now: on the machine, on a NUMA node, and below the limit of each cgroup.
 
-        The kernel's cache of files counts as free, since the kernel gives it up. Unless it may be slow, memory above
+        The kernel's cache of files counts as free, since the kernel gives it up. Without `is_slow`, memory above
         `memory.high` counts as not free.
         """
         found = []
@@ -119,7 +119,7 @@ class Limits:
         return found
 
     def huge_pages(self, size_bytes: int = 0) -> HugePages:
-        """Return the pool of reserved huge pages from which to take `size_bytes`, with what is free of it."""
+        """Return the pool of reserved huge pages from which to take `size_bytes`, with its free bytes."""
         return pool_for(self.huge_page_pools(), size_bytes)
 
     def huge_page_pools(self) -> list[HugePages]:
@@ -187,7 +187,7 @@ class Limits:
         return rounded_bytes(soft) if soft != resource.RLIM_INFINITY else "unlimited"
 
     def _of_cgroups(self, controller: str, names: Mapping[str, str]) -> Iterator[tuple[str, Limit, int]]:
-        """Yield the directories of cgroups, their limits and their use, by the names of both files."""
+        """Yield for each cgroup its directory, limit and use; `names` has the limit's file, and the file of the use."""
         for folder in self._cgroups(controller):
             for name, usage in names.items():
                 if (text := self._read(f"{folder}/{name}").strip()).isdecimal():  # else "max", or no such file
@@ -266,7 +266,7 @@ def _memory(takes: Sequence[Take], limits: Limits, numa_node: int | None) -> Nee
 
 
 def _rounded_down(size_bytes: int) -> str:
-    """Return a size that fits where `size_bytes` do, in the unit of `rounded_bytes`, which a setting takes as it is."""
+    """Return at most `size_bytes`, in the unit of `rounded_bytes`, as text that a setting takes as it is."""
     unit = 1 << max(0, size_bytes.bit_length() - 1) // 10 * 10
     step = unit if size_bytes >= 100 * unit else max(1, unit // 4)
     return f"{size_bytes // step * step / unit:g}{rounded_bytes(unit)[1:]}"
@@ -285,7 +285,7 @@ def disk_need(path: str | int, capacity_bytes: int, used_bytes: int, setting: st
 
 def shared_memory_need(size_bytes: int, setting: str, folder: str = "/dev/shm") -> Need:
     free_bytes = 0
-    with suppress(OSError):  # there is none
+    with suppress(OSError):  # no such folder
         status = os.statvfs(folder)
         free_bytes = status.f_bavail * status.f_frsize
     limit = Limit(free_bytes, f"the free space of {folder}")

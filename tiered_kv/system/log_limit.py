@@ -1,6 +1,6 @@
-"""The rate of lines in the log: a failure is named again when it comes again, and does not fill the log.
+"""The rate of lines in the log: a failure that repeats is logged again after a pause, and does not fill the log.
 
-Tiers, exporters and servers ask before they log a failure. Any thread may.
+Tiers, exporters and servers ask before they log a failure. Any thread may ask.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PAUSE_S: Final = 600.0
 _ROUNDING_S: Final = 0.001
 """Sums of a clock's seconds are not exact."""
 KINDS_MAX: Final = 64
-"""Kinds of lines that are told apart; of further ones no line is logged until one is old."""
+"""Limit of the kinds of lines. Lines of a further kind are not logged until the pause of an earlier kind is over."""
 
 
 class LogLimit:
@@ -44,5 +44,5 @@ class LogLimit:
 
     @property
     def about(self) -> str:
-        """Say in a line that further ones are left out."""
+        """The end of a line: it says that further lines of this kind are left out."""
         return f"further ones are only counted for {round(self._pause_s / 60)} minutes"

@@ -1,9 +1,9 @@
 """Checks of the owner and mode of directories and files, on the open descriptor.
 
-A tier's blocks reveal its users' prompts. So its directory has mode 0700: no other user can read its contents, or
-add to them. Entries that another user added earlier are found by their owner and mode. A user who can write to a parent
-directory can replace the tier's directory; the replacement is accepted only if this process's user owns it and it is
-empty.
+Any thread may call, except a scheduler's: they may wait for the file system. A tier's blocks reveal its users' prompts.
+So its directory has mode 0700: no other user can read its contents, or add to them. Entries that another user added
+earlier are found by their owner and mode. A user who can write to a parent directory can replace the tier's directory;
+the replacement is accepted only if this process's user owns it and it is empty.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def open_directory(path: str, *, make: bool = True) -> int:
 
 
 def check_directory(fd: int, path: str, names: Collection[str]) -> None:
-    """Refuse an open directory that other users own, or may have written to; close any other one to them.
+    """Refuse an open directory that another user owns, or may have written to; else remove other users' rights.
 
-    Root is a user like any other. A group's rights are taken away: container platforms give them to every file of a
-    volume, and only members of that group, which their administrator chose, could use them. `names` are its entries.
+    Root counts as another user. A group's rights alone are no reason to refuse: container platforms give them to every
+    file of a volume, and an administrator chose the group. `names` are the directory's entries.
 
     Raises:
         ConfigError: Another user owns it, or an entry of it, or all users can write to it, or its mode cannot be set.

@@ -38,7 +38,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 PAUSES_MAX = 200
-"""Pauses of all workers after the last mark. A step without `on_schedule_end` delays them by 20 ms at most."""
+"""Pauses of all workers after the last `STEP.begin`. A step without `on_schedule_end` delays them by 20 ms at most."""
 PAUSE_S = 0.0001
 IDLE_WAIT_S_MAX = 0.02
 """How long one `wait_for_idle` lasts at most, however busy the engine is."""
@@ -46,6 +46,7 @@ _IDLE_PAUSE_S = 0.001
 _SAMPLE_S_MIN = 0.0002
 """The shortest time over which the CPU clock tells a busy thread from an idle one."""
 _BUSY_SHARE = 0.5
+"""A thread is busy if it computes for more than this share of the time."""
 
 
 def start_thread(target: Callable[..., object], name: str, *arguments: object) -> threading.Thread:
@@ -63,9 +64,9 @@ def start_thread(target: Callable[..., object], name: str, *arguments: object) -
 
 
 def run_all(function: Callable[[Item], T], items: Iterable[Item], name: str, threads_max: int) -> list[Future[T]]:
-    """Call `function` for each item, on this thread and on others, as far as there are any; return the ended calls.
+    """Call `function` for each item, on this thread and on others if the system gives any; return the ended calls.
 
-    Other threads start for the items only, up to `threads_max` with this one.
+    Up to `threads_max` threads, this one included, make the calls. The others end with the last call.
     """
     calls = [(Future[T](), item) for item in items]
     waiting = deque(calls)
@@ -126,8 +127,8 @@ def _undo(undo: Callable[[Any], object], future: Future[Any]) -> None:  # Any: t
 class DaemonThreads(Executor):
     """Runs calls on daemon threads. A call that is refused never runs.
 
-    The standard library's executor queues a call before it starts a thread for it. If that fails, it raises, and runs
-    the call later: on memory that was given to others meanwhile. It would also wait at exit for calls that hang.
+    The standard library's executor queues a call before it starts a thread for it. If the start fails, it raises, but
+    still runs the call later: on memory that others use by then. It would also wait at exit for calls that hang.
 
     Each of the first calls starts a thread. Callers limit how many calls they make at once, so the queue needs no
     limit. Any thread may call.
@@ -233,13 +234,13 @@ class Step:
     def __init__(self) -> None:
         self.pauses_left = 0
         """Above 0 while a step runs; workers count it down."""
-        self._thread = 0
-        self._clock_id: int | None = None
+        self._thread = 0  # the scheduler's thread at the last `end`
+        self._clock_id: int | None = None  # its CPU clock
         self._is_busy = False
         self._sampled_s = self._used_s = 0.0
 
     def begin(self) -> None:
-        """Let workers pause until the step ends; also for each further call of the step."""
+        """Let workers pause until the step ends. Each further call of the step calls it again."""
         self.pauses_left = PAUSES_MAX
 
     def end(self, *, is_scheduler: bool = True) -> None:
@@ -272,7 +273,7 @@ def give_way(pause_s: float = PAUSE_S) -> None:
     """Pause while a scheduler's step runs. Workers call this between two blocks, without holding a lock.
 
     It costs less than 100 ns if no step runs. Background work passes a longer `pause_s`: each thread that wakes takes
-    the interpreter from the scheduler, so fewer pauses cost the step less.
+    the interpreter lock from the scheduler. So fewer pauses cost the step less.
     """
     if STEP.pauses_left > 0:
         STEP.pauses_left -= 1

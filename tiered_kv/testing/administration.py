@@ -1,5 +1,7 @@
 """The contract of a tier's administration, as a pytest class that a tier's author subclasses with two fixtures.
 
+pytest's thread calls the tier, and plays the scheduler. A check fails only for a broken promise.
+
 class TestMyAdministration(TierAdministrationConformance):
     @pytest.fixture
     def open_tier(self, tmp_path: Path) -> OpenTier:
@@ -33,7 +35,7 @@ class TierAdministrationConformance:
     Attributes:
         is_shared: Whether several namespaces use the storage at once, while it is administered.
         block_bytes: Size of the blocks.
-        wait_s: How long a call may take.
+        wait_s: Seconds that a call may take.
     """
 
     is_shared: ClassVar[bool] = True
@@ -79,7 +81,7 @@ class TierAdministrationConformance:
         return alice
 
     def namespaces(self, administration: TierAdministration) -> dict[str | None, StoredNamespace]:
-        """Return the surveyed namespaces with blocks by tenant."""
+        """Return the surveyed namespaces by tenant."""
         return {each.tenant: each for each in administration.survey(time.monotonic() + self.wait_s).namespaces}
 
     def verified(self, administration: TierAdministration, rig: TierRig, *, repairs: bool = False) -> Verification:

@@ -7,7 +7,7 @@
         def open_tier(self, tmp_path: Path) -> OpenTier:
             return lambda spec, view: MyTier(spec, view, "mine", path=tmp_path)
 
-`docs/how-to/testing.md` says what each check proves.
+pytest's thread calls the tier, and plays the scheduler. `docs/how-to/testing.md` says what each check proves.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class TierConformance:
     Attributes:
         survives_reopen: Whether the tier finds stored blocks when `open_tier` is called again after `shutdown`.
         compressible: Whether codecs can compress the blocks' content; set it for a tier that compresses.
-        block_bytes, num_blocks: The region, of at least 512 rows.
-        wait_s: How long one job or lookup may take.
-        call_limit_s: How long a call may take if the tier says `is_nonblocking`. One call in ten may take longer,
+        block_bytes, num_blocks: Bytes of a block, and rows of the region: at least 512.
+        wait_s: Seconds that one job or lookup may take.
+        call_limit_s: Seconds that a call may take if the tier says `is_nonblocking`. One call in ten may take longer,
             because the machine may be busy.
-        shutdown_limit_s: How long `shutdown` may take with jobs in flight.
+        shutdown_limit_s: Seconds that `shutdown` may take with jobs in flight.
     """
 
     survives_reopen: ClassVar[bool] = False
@@ -202,7 +202,7 @@ class TierConformance:
         keys, missing = make_keys(4), make_keys(4, "missing")
         rig.store(keys)
         rig.tier.touch([*keys, *missing], ReqContext())
-        rig.wait([rig.submit_load(missing)])  # a tier may find it out later, or never
+        rig.wait([rig.submit_load(missing)])  # a tier may notice missing blocks later, or never
         absent = [*rig.tier.take_absent(), *rig.tier.take_absent()]
         assert set(absent) <= set(missing), "the others are stored"
         assert len(absent) == len(set(absent)), "each is reported once"

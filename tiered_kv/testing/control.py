@@ -1,4 +1,4 @@
-"""What a test controls in place of sleeping: a clock, and a bounded wait."""
+"""A clock and a bounded wait, which tests use in place of sleeping. The test's thread calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class ManualClock:
     """A monotonic clock that only `advance` moves; pass it in place of `time.monotonic`.
 
     It starts at `time.monotonic()`, because some tiers compare deadlines with the real clock. Any thread may call it;
-    one may move it.
+    only one may move it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ def wait_until(
     """Call `condition` every `pause_s` until it returns a true value.
 
     Raises:
-        AssertionError: It did not within `timeout_s`; the message names `what`.
+        AssertionError: No call returned one within `timeout_s`; the message names `what`.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -1,4 +1,4 @@
-"""Wrappers of a tier: one fails jobs when the test says so, one makes threads repeatable.
+"""Wrappers of a tier: one fails jobs while a test wants it, one makes the order of ended jobs repeatable.
 
     tier = FailingTier(MemoryTier(spec, view, "memory"))
     tier.failing = True
@@ -54,7 +54,7 @@ class FailingTier(JobWrapperTier):
         self.failing = failing
         self._fails = fails
         self._failed: list[JobId] = []
-        self._kept: dict[JobId, list[OffloadKey]] = {}
+        self._kept: dict[JobId, list[OffloadKey]] = {}  # by job, the keys that went to the wrapped tier
 
     def submit(self, job: JobMetadata) -> None:
         kept = [index for index, key in enumerate(job.keys) if not (self.failing and self._fails(key))]

@@ -18,7 +18,7 @@ from tiered_kv.errors import MissingExtraError
 from tiered_kv.mediums import CPULoadStoreSpec
 
 MESSAGE_KEYS_MAX: Final = 512
-"""Keys of one message, and how many are encoded at once while a scheduler may wait for the interpreter lock."""
+"""Limit of the keys of one message. They are encoded at once, while a scheduler may wait for the interpreter lock."""
 ALL_BLOCKS_CLEARED: Final = "AllBlocksCleared"
 
 _RANK: Final = 0
@@ -50,7 +50,7 @@ class MessageForm:
             import msgspec
         except ImportError:
             raise MissingExtraError("'events'", "events", location="events") from None
-        self.invalid_batches = 0
+        self.invalid_batches = 0  # parts of events without valid keys
         self._encode, self._decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder().decode
         self._encoded = msgspec.Raw
 

@@ -1,8 +1,9 @@
 """The queue of events: what the manager has reported and the publisher has not sent.
 
-The manager's thread adds one batch a step, which appends it or drops it. The publisher's thread does the rest. If too
-many wait, it merges the oldest: of each block in each tier only the last event is left, so a subscriber's index ends as
-if it had seen all of them. If it comes too late for that, `AllBlocksCleared` stands for all that waited.
+The manager's thread adds one batch a step: the queue appends it or drops it. The publisher's thread does the rest. If
+too many batches wait, it merges the oldest: of each block in each tier only the last event is left. So a subscriber's
+index ends as if the subscriber had seen all events. If that thread merges too late, `AllBlocksCleared` stands for all
+batches that waited.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from tiered_kv.base import OffloadingEvent, OffloadKey
 QUEUE_KEYS_MAX: Final = 1 << 16
 """Keys of the batches. Beyond it the oldest batches are merged, except for the last step's."""
 QUEUE_BATCHES_MAX: Final = 1 << 12
-"""Batches in the queue, one for each step; likewise."""
+"""Batches in the queue, one for each step. Beyond it, too, the oldest are merged."""
 MERGED_KEYS_MAX: Final = 1 << 17
-"""Keys of the merged batches. Beyond it they are dropped, and `AllBlocksCleared` stands for them."""
+"""Keys of the merged batches. Beyond it these batches are dropped, and `AllBlocksCleared` stands for them."""
 UNMERGED_KEYS_MAX: Final = 1 << 19
 """Keys that wait until the publisher's thread merges them. Beyond it batches are dropped until that thread runs."""
 UNMERGED_BATCHES_MAX: Final = 1 << 15
-"""Batches, likewise."""
+"""Batches that wait for that thread. Beyond it, too, batches are dropped."""
 
 
 class StepEvents(NamedTuple):
-    """The events of one step, or of several merged ones: first whether every block is gone, then the events."""
+    """The events of one step, or of several merged steps. If `is_cleared`, all blocks were removed before them."""
 
     time_s: float
     is_cleared: bool
@@ -35,10 +36,10 @@ class StepEvents(NamedTuple):
 
 
 class EventQueue:
-    """Has a limit, and no lock: a deque appends and pops atomically. Each field has one thread that writes it.
+    """A queue with limits, and without a lock: a deque appends and pops atomically, and one thread writes each number.
 
-    An overrun hands the batches over: the manager's thread, which sets `_is_overrun`, leaves them alone until the
-    publisher's has emptied them and resets it.
+    An overrun hands the batches over. The manager's thread sets `_is_overrun`, and then leaves the batches alone. The
+    publisher's thread empties them, and then resets `_is_overrun`.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class EventQueue:
         self._added_keys = self._refused_batches = 0
         # Written by the publisher's thread.
         self._taken_keys = self._dropped_batches = 0
-        self._merged: _MergedBatches | None = None  # older than the batches
+        self._merged: _MergedBatches | None = None  # older than all of `_batches`
 
     def __bool__(self) -> bool:
         return bool(self._batches) or self._merged is not None or self._is_overrun
@@ -99,7 +100,7 @@ class EventQueue:
 
 
 class _MergedBatches:
-    """The last event of each block in each tier. Sets, which are updated in C: the scheduler may wait meanwhile."""
+    """The last event of each block in each tier, in sets. C code updates them: the scheduler may wait meanwhile."""
 
     def __init__(self, *, is_cleared: bool = False) -> None:
         self.count = 0
@@ -121,7 +122,7 @@ class _MergedBatches:
             try:
                 last.update(event.keys)
                 other.difference_update(event.keys)
-            except TypeError:  # a third-party tier's keys that are none
+            except TypeError:  # a third-party tier's keys may be of any type
                 dropped = 1
         if sum(len(each) for sets in self._tiers.values() for each in sets) > MERGED_KEYS_MAX:
             dropped = self.count

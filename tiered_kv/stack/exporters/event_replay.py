@@ -1,8 +1,8 @@
 """The replay of events: the messages that are kept, and the answers to subscribers that missed some.
 
-All of it belongs to the publisher's thread. An answer holds no messages, only the next number, and goes on in portions:
-a subscriber that reads slowly delays neither the publishing nor other subscribers, and costs no memory but that of the
-socket's own queue.
+All of it belongs to the publisher's thread. An answer holds no messages, only the next number, and is sent in portions.
+So a subscriber that reads slowly delays neither the publishing nor other subscribers. It costs no memory but that of
+the socket's own queue.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tiered_kv.system.threads import give_way
 REPLAY_BYTES_MAX: Final = 32 << 20
 REPLAY_MESSAGES_MAX: Final = 10_000
 SNAPSHOT_KEYS_MAX: Final = 1 << 20
-"""Keys in a snapshot, of some 80 bytes. Beyond it the oldest are left out: not every tier reports its removed
+"""Keys in a snapshot, of some 80 bytes each. Beyond it the oldest keys are left out: not every tier reports its removed
 blocks."""
 ANSWERS_MAX: Final = 16
 """Answers in progress; further requests wait in the socket."""
 STALLED_S: Final = 10.0
-"""An answer ends, without its last message, if its subscriber has read nothing for so long."""
+"""An answer ends, without its last message, if its subscriber has read nothing for so many seconds."""
 
 NUMBER_BYTES: Final = 8
 _PORTION: Final = 64
@@ -35,7 +35,7 @@ _END: Final = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
 
 class KeptMessages:
-    """The latest messages, and a snapshot: the blocks that earlier ones leave."""
+    """The latest messages, and a snapshot: the blocks that are stored after all earlier messages."""
 
     def __init__(self, form: MessageForm) -> None:
         self.folded_number = -1  # the number of the last message that is in the snapshot, and kept no more
@@ -54,7 +54,7 @@ class KeptMessages:
             self._fold(self._form.events_of(oldest))
 
     def since(self, first: int, count: int) -> list[tuple[int, bytes]]:
-        """Return up to `count` messages from number `first` on, which is not in the snapshot."""
+        """Return up to `count` messages from number `first` on. That message must not be in the snapshot."""
         if not self._kept:
             return []
         skipped = max(first - self._kept[0][0], 0)
@@ -115,7 +115,7 @@ class ReplayAnswers:
         self._is_moving = False
 
     def serve(self, wait_ms: int) -> None:
-        """Go on with the answers; wait up to `wait_ms` for a request if none of them has something to send."""
+        """Go on with the answers; wait up to `wait_ms` for a request if the last pass sent no message."""
         wait_ms = 0 if self._is_moving else wait_ms
         if len(self._answers) >= ANSWERS_MAX:
             time.sleep(wait_ms / 1000)
@@ -132,7 +132,7 @@ class ReplayAnswers:
             return
         self.requests += 1
         first, end = int.from_bytes(frames[2], "big"), self._next_number()
-        # A number that no message has yet is an earlier process's, after whose end the clock was set back.
+        # A number that no message has yet is an earlier process's. Then the clock was set back after its end.
         self._answers.append(_Answer(frames[0], first if first <= end else 0, end, time.monotonic()))
 
     def _go_on(self, answer: _Answer) -> bool:

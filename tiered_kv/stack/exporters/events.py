@@ -2,8 +2,8 @@
 
 A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch (`event_messages`).
 
-The numbers of a process rise by one, from the microseconds since 1970 at its start. So they are above those of an
-earlier process at the same address, and a subscriber sees that messages are missing. The first message is
+The numbers of a process rise by one, from the microseconds since 1970 at its start. So they are above the
+numbers of an earlier process at the same address, and a subscriber sees that messages are missing. The first message is
 AllBlocksCleared.
 
 A subscriber that missed messages sends a first number to the replay socket (`event_replay`). It gets the kept messages
@@ -33,9 +33,9 @@ SUBSCRIBER_MESSAGES_MAX: Final = 1000
 PEER_MESSAGE_BYTES_MAX: Final = 4096
 """The largest frame from a peer: a subscription to a topic, or a request for a replay."""
 STEP_WAITS_MAX: Final = 3
-"""Waits of a message while a scheduler's step runs: steps without an end delay it by 60 ms at most."""
+"""How often a message waits while a scheduler's step runs. Steps without an end delay it by 60 ms at most."""
 BEGIN_S: Final = 1.0
-"""The first message waits so long for events: by then, subscribers of an earlier process have connected again."""
+"""Seconds that the first message waits for events. By then, subscribers of an earlier process have reconnected."""
 
 _KEYS_A_BATCH: Final = 16
 """A batch costs the thread as much as so many keys more."""
@@ -52,8 +52,8 @@ _log = logging.getLogger(__name__)
 class EventPublisher:
     """Publishes the events of a stack on its own thread.
 
-    The manager's thread calls `publish` and `clear`, which append to a queue. In `publish_address` and
-    `replay_address`, which is empty without a replay socket, a port `*` is replaced by its number.
+    The manager's thread calls `publish` and `clear`, which append to a queue. `publish_address` and `replay_address`
+    have a port's number in place of `*`. Without a replay socket, the latter is empty.
 
     Raises:
         MissingExtraError: pyzmq or msgspec is not installed.

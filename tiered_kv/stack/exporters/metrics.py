@@ -1,7 +1,7 @@
 """Counters as metrics with labels, and a collector that reads them for each scrape of Prometheus.
 
-The number of series is bounded, and each name and label is a plain word: a third-party tier may use a key, a password
-or a whole message as a name.
+The HTTP server's threads call it, or any thread of a program with a registry of its own. The number of series is
+bounded. Each name and label is a plain word: a third-party tier may use a key, a password or a message as a name.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class StackCollector:
 
         REGISTRY.register(StackCollector(stack.counters, secrets=stack.config.secret_texts()))
 
-    A closed stack has no metrics. Every metric has `labels`, too, and no name and no label holds any of `secrets`.
+    A closed stack has no metrics. Every metric also has `labels`. No name and no label holds any of `secrets`.
 
     Raises:
         MissingExtraError: `prometheus_client` is not installed.
@@ -145,7 +145,7 @@ def _family(name: str, metric: Metric, labels: Iterable[str]) -> Any:  # Any: as
 
 
 def exposition(*collectors: StackCollector) -> bytes:
-    """Return all metrics in Prometheus' text format 0.0.4. Several collectors differ in their labels."""
+    """Return all metrics in Prometheus' text format 0.0.4. Several collectors must have different `labels`."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     together, registry = StackCollector(Snapshot), CollectorRegistry(auto_describe=False)

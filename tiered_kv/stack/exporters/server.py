@@ -32,11 +32,11 @@ LINE_BYTES_MAX: Final = 128 << 10
 """Limit of a request's first line. http.server reads up to 100 more, of up to 64 KiB each."""
 QUERY_FIELDS_MAX: Final = 2048
 THREADS_MAX: Final = 4 * CONNECTIONS_MAX
-"""With those that end: one whose client was not waited for any more."""
+"""Limit of the threads that answer, with those whose connection was shut down and that have not ended yet."""
 SILENCE_S: Final = 5.0
-"""Longest pause of a client while it sends its request or reads the answer."""
+"""Longest pause, in seconds, of a client while it sends its request or reads the answer."""
 LIFETIME_S: Final = 15.0
-"""An older connection is closed when the next one comes."""
+"""A connection that is older, in seconds, is closed when the next one comes."""
 _RETRY_S: Final = 0.1
 _DIGEST_CHARACTERS: Final = 12
 
@@ -56,8 +56,8 @@ Routes = Mapping[str, Callable[[Query], Body]]
 def routes_of(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
     """Return the pages of stacks, by the digests of their namespaces. Which stacks are open may change.
 
-    `/metrics` has all of them, with a label `namespace` if there are several. The others take a query `namespace`, the
-    first characters of a digest; of a single stack they need none. Raises `MissingExtraError` without
+    `/metrics` has all stacks, with a label `namespace` if there are several. The other pages take a query `namespace`:
+    the first characters of a digest. With a single stack they need no query. Raises `MissingExtraError` without
     `prometheus_client`.
     """
     StackCollector(Snapshot)
@@ -96,7 +96,7 @@ class _OpenConnection:
 
     thread: threading.Thread
     began_s: float = field(default_factory=time.monotonic)
-    has_asked: bool = False
+    has_asked: bool = False  # whether its request has been read
     waits_for_client: bool = True
     """Whether the client has to send its request, or to read the answer."""
     is_ending: bool = False
@@ -124,7 +124,7 @@ class StatusServer(ThreadingTCPServer):
         try:
             self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             super().__init__((host, port), _Handler)
-        except (OSError, UnicodeError) as error:  # the latter of a name that is none
+        except (OSError, UnicodeError) as error:  # the latter if the name is no host name
             shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             number = getattr(error, "errno", None) or 0
             reason = os.strerror(number) if number > 0 else getattr(error, "strerror", "this is no host name")
@@ -157,7 +157,7 @@ class StatusServer(ThreadingTCPServer):
         while not self._is_closed:
             try:
                 self.handle_request()
-            except Exception:  # of the system, for want of memory: the next request may be answered
+            except Exception:  # the system may lack memory: the next request may succeed
                 _log.exception("a request for metrics or status was not answered")
                 time.sleep(_RETRY_S)
 
@@ -176,7 +176,7 @@ class StatusServer(ThreadingTCPServer):
         with self._lock:
             self._make_room()
             if self._is_closed or len(self._open()) >= CONNECTIONS_MAX or len(self._connections) >= THREADS_MAX:
-                raise ConnectionRefusedError  # closes it without an answer, as an error of `thread.start` does
+                raise ConnectionRefusedError  # ends the connection, as an error of `thread.start` does
             thread.start()
             self._connections[request] = _OpenConnection(thread)
 
@@ -184,14 +184,14 @@ class StatusServer(ThreadingTCPServer):
         return [each for each in self._connections.values() if not each.is_ending]
 
     def _make_room(self) -> None:
-        """Locked. End connections that last too long; if all are taken, one whose client is waited for."""
+        """With the lock held: end connections that last too long. If all are taken, end one that waits for a client."""
         now_s = time.monotonic()
         for request, each in self._connections.items():
             if each.began_s + LIFETIME_S < now_s:
                 each.is_ending = True
                 _wake(request)
         if len(self._open()) >= CONNECTIONS_MAX:
-            # The oldest, and one that has asked nothing before one that reads its answer: a request takes no time.
+            # First one that has sent no request, then the oldest one: to send a request takes no time.
             waiting = [each for each in self._connections.items() if each[1].waits_for_client and not each[1].is_ending]
             for request, each in sorted(waiting, key=lambda each: (each[1].has_asked, each[1].began_s))[:1]:
                 each.is_ending = True

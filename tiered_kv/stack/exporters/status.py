@@ -32,7 +32,7 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 KEYS_MAX: Final = 1024
 """Keys, or requests, in one query."""
 _SLICE: Final = 32
-"""Keys that are described at once; that holds the interpreter for some 100 microseconds."""
+"""Keys that are described without a pause. They hold the interpreter lock for some 100 microseconds."""
 _Item = TypeVar("_Item")
 
 
@@ -129,12 +129,12 @@ class TierFate:
     tier: str
     fate: str
     """"present" (the primary tier has it), "stored", "unknown", or the reason for a miss as in `misses_total`."""
-    age_s: float | None  # since that was noted; None for "present" and "unknown"
+    age_s: float | None  # seconds since the fate was noted; None for "present" and "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The fate of a block in each tier, in the order of the search. Its `key` is as it was asked for."""
+    """The fate of a block in each tier, in the order of the search. `key` is the key that the caller gave."""
 
     key: bytes
     tiers: tuple[TierFate, ...]
@@ -147,7 +147,7 @@ class Observed:
     config: StackConfig
     history: BlockHistory | None
     manager: TieringOffloadingManager
-    opened_s: float
+    opened_s: float  # by `time.monotonic`
     snapshot: Callable[[], Snapshot]
 
 
