@@ -83,7 +83,7 @@ def claimed(path: str, tier: str, *, private: bool, required_mount: str | None =
 
 
 class Directory:
-    """The shared directory. A missing one is made. If the disk is full and has no block to delete, files follow later.
+    """The shared directory, made if it is missing. If the disk is full and has no block to delete, files come later.
 
     Any thread may call, except the scheduler's: all calls may wait for the file system.
 

@@ -37,9 +37,9 @@ neighbouring blocks by one call, where possible straight into their rows. It ver
 
 How room is made. The reclaimer keeps two segments free. A segment from before a reset goes first. Otherwise the
 reclaimer adds a segment while the capacity has room (`Reclaimer._make_room`). Then it takes a damaged segment, or the
-one that loses least (`Worth.least`). It moves the best blocks, up to a quarter of the segment (`reclaimer.survivors`),
-removes the others from the index, and writes a new header. The same thread writes the summaries of full segments
-(`SegmentFiles.seal`), and replaces files that somebody has deleted.
+segment whose loss costs least (`Worth.least`). It moves the best blocks, up to a quarter of the segment
+(`reclaimer.survivors`), removes the others from the index, and writes a new header. The same thread writes the
+summaries of full segments (`SegmentFiles.seal`), and replaces files that somebody has deleted.
 
 What a restart does. `recovery.recover` reads each segment's header and summary, on several threads, and then the
 batches that no summary lists. It verifies every byte of such batches. It rebuilds the index from blocks of the current

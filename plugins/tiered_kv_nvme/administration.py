@@ -87,7 +87,7 @@ class NvmeAdministration(TierAdministration):
             names = {name for name, _ in _segments(fd, digest)}
             if not is_marked and not names:
                 return Purged(0, 0)
-            # do not leave a lock file of root in another user's directory
+            # refuses another user's directory: a lock file of root must not stay there
             replace(self._claimed, own_names=OWN_NAMES | names).check(fd)
             lock_fd = take_lock(fd, self._claimed)
             try:
@@ -120,7 +120,7 @@ class NvmeAdministration(TierAdministration):
             raise TierBusyError(message, tier=self._claimed.tier, operation="repair") from error
 
     def _inspection(self, fd: int | None, digest: str | None, deadline: float) -> Inspection | None:
-        """Return the inspection of the directory's namespace; None if there is none, or another than `digest`."""
+        """Return the inspection of the directory's namespace; None if it has none, or another than `digest`."""
         found, fields = self._marker(fd)
         if fd is None or not found or digest not in (None, found):
             return None
@@ -198,12 +198,12 @@ def _segments(fd: int, digest: str) -> list[tuple[str, os.stat_result]]:
 
 @dataclass(eq=False)
 class Inspection:
-    """Counts and checks the blocks of a directory. Its marker has `identity`. One thread, also while a stack runs.
+    """Counts and checks the blocks of a directory, whose marker has `identity`. One thread calls. A stack may run.
 
     Reading needs no lock. A segment may be reclaimed and filled again meanwhile, but its new header is written first.
     So after each read, the reader compares the generation in the header, and ignores the bytes if it has changed.
 
-    Deleting a block needs the lock. It rewrites the summary of the block's segment without the block.
+    Deleting a block needs the lock: the summary of its segment is written again without the block.
     """
 
     fd: int  # the directory's
@@ -244,7 +244,7 @@ class Inspection:
         return SurveyedSegments(files, free, unusable, size_bytes, filled_bytes, left_out)
 
     def verify(self, codecs: CodecSet, verification: Verification, owned: SegmentDirectory | None) -> None:
-        """Check the payload of every valid block; if the directory is `owned`, delete damaged blocks."""
+        """Check the payload of every valid block. If `owned`, the locked directory, is given, delete damaged blocks."""
         files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0, 0)
         scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
         self._codecs, self._block = codecs, ThreadBuffer().take(self.identity.block_bytes)
@@ -303,7 +303,7 @@ class Inspection:
         return found
 
     def _found(self, error: OSError, fd: int) -> RecordStatus | str:
-        """Return what a failed read shows: a bad place, if the disk reads another place of the file after it."""
+        """Return the finding for a failed read: a bad place, if the disk can still read another place."""
         if is_of_place(error):
             with suppress(OSError):
                 if _can_read(fd):
@@ -345,7 +345,7 @@ def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:
 
 
 def _end(segment: Segment) -> None:
-    """Let a summary end where the reading of a segment ended: no reader looks behind a bad place again."""
+    """Set a segment's end to the place of its summary: no reader looks for batches behind a bad place again."""
     segment.damaged = False
     segment.end_offset = segment.segment_bytes - PAGE_BYTES - pages(len(segment.table.encode()))
 

@@ -1,7 +1,7 @@
 """Direct I/O: whether transfers of segments bypass the page cache. The kernel reports it, and a test file shows it.
 
-The store looks once, on the thread that opens its directory. `tiered-kv check` shows the result. The test file is
-removed, and a full disk refuses no opening.
+The store calls `probe_direct` once, on the thread that opens its directory. `tiered-kv check` shows the result. It
+removes its test file. A full disk is no reason to refuse the opening.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DirectIO(NamedTuple):
 
 
 def probe_direct(disk: Disk, directory_fd: int, mount: Mount | None, existing: str) -> DirectIO:
-    """Find out whether O_DIRECT is taken, and obeyed. On a full disk the file `existing` is looked at, if it exists.
+    """Find out whether the file system takes O_DIRECT, and obeys it. On a full disk, try the file `existing` instead.
 
     Raises `OSError`: the system gave no descriptor or memory.
     """
@@ -47,9 +47,9 @@ def probe_direct(disk: Disk, directory_fd: int, mount: Mount | None, existing: s
             with opened(existing, os.O_RDONLY | os.O_DIRECT, dir_fd=directory_fd) as fd:
                 return _refused(fd) or DirectIO(True)
         except FileNotFoundError:
-            return DirectIO(True)  # as on nearly every disk
+            return DirectIO(True)  # nearly every disk takes it
     except OSError as error:
-        if remedy_of(error):  # for want of a descriptor, not of direct I/O
+        if remedy_of(error):  # a lack of descriptors or memory says nothing of direct I/O
             raise
         return DirectIO(False, f"a test write with O_DIRECT failed ({error.strerror})")
     finally:
@@ -79,9 +79,9 @@ def _probe(disk: Disk, fd: int, mount: Mount | None) -> DirectIO:
 
 
 def _buffering(fd: int, mount: Mount) -> str | None:
-    """Return why transfers are buffered though nothing shows it; None if they are not.
+    """Return why the system buffers transfers although no test above shows it; None if it does not.
 
-    O_DIRECT is still of use: reads are direct, or the pages are cached once and not twice.
+    O_DIRECT still helps: reads are direct, or the pages are cached once and not twice.
     """
     if mount.kind.startswith("fuse") and _takes_any_size(fd):
         return "the program of this FUSE file system does not pass O_DIRECT on: it takes writes of any size"

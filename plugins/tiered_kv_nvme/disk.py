@@ -61,27 +61,27 @@ class Disk:
 
 
 class DirectMemory:
-    """The memory that the disk can read and write itself, without a buffer of ours between. Any thread may call.
+    """Decides which memory the disk can transfer without a buffer of the tier. Any thread may call.
 
     Direct I/O wants memory at a multiple of the disk's sector. With other memory, the kernel may move megabytes and
-    then refuse the rest (EINVAL), and everything would move twice. So the addresses decide before. They are multiples
-    of 512, or, once the disk has refused such memory, of a page.
+    then refuse the rest (EINVAL), and everything would move twice. So addresses are checked before a transfer: they
+    must be multiples of 512 or, once the disk has refused such memory, of a page.
 
     Args:
         is_direct: Whether files are opened with O_DIRECT; otherwise any memory will do.
-        is_in_pages: Whether all blocks of the caller begin on a page, so that none has to be looked at.
+        is_in_pages: Whether all blocks of the caller begin on a page, so that no address is checked.
     """
 
     def __init__(self, *, is_direct: bool, is_in_pages: bool) -> None:
-        self._mask = _SECTOR_BYTES_MIN - 1 if is_direct and not is_in_pages else 0
+        self._mask = _SECTOR_BYTES_MIN - 1 if is_direct and not is_in_pages else 0  # 0: all suit
 
     def suits(self, blocks: Iterable[memoryview]) -> bool:
-        """Return whether all of these blocks are at such addresses."""
+        """Return whether all blocks begin at addresses that direct I/O takes."""
         mask = self._mask
         return not mask or not any(address_of(block) & mask for block in blocks)
 
     def is_refusal(self, error: OSError) -> bool:
-        """Return whether a transfer may have failed because of its memory; then let only pages suit from now on."""
+        """Return whether a transfer may have failed because of its memory. If so, accept only pages from now on."""
         if error.errno != errno.EINVAL:
             return False
         if self._mask:

@@ -60,11 +60,11 @@ def summary_bytes(count: int, key_bytes: int) -> int:
 class SegmentHeader(NamedTuple):
     """The first page of a segment."""
 
-    digest: bytes
-    generation: int
+    digest: bytes  # of the namespace
+    generation: int  # of the segment's present use
     segment_bytes: int
     block_bytes: int
-    refused_offset: int = 0  # where the disk refused a batch, and from where on there is none; 0 for nowhere
+    refused_offset: int = 0  # where the disk refused a batch: no batch lies there or behind; 0: it refused none
 
     def encode(self, page: memoryview) -> None:
         _fill(page, _SEGMENT_MAGIC, _SEGMENT.pack(FORMAT_VERSION, PAGE_BYTES, *self))
@@ -85,14 +85,14 @@ class SegmentHeader(NamedTuple):
 class BatchHeader(NamedTuple):
     """The fields before a batch's entries."""
 
-    header_bytes: int
+    header_bytes: int  # whole pages, with the entries and their keys
     entry_count: int
-    digest: bytes
-    generation: int
+    digest: bytes  # of the namespace
+    generation: int  # of the segment's use
     epoch: int
-    sequence: int
-    offset: int
-    batch_bytes: int
+    sequence: int  # the batch's number in this use of the segment
+    offset: int  # of the batch in the file
+    batch_bytes: int  # whole pages, with the payloads
 
     def encode(self, header: memoryview, entries: Sequence[SegmentEntry], keys: Sequence[OffloadKey]) -> None:
         """Write the header, its entries and their keys into `header`, of `header_bytes`."""
@@ -120,13 +120,13 @@ class BatchHeader(NamedTuple):
 class Summary(NamedTuple):
     """The footer of a segment's summary. Recovery reads the summary and not the batches before `end_offset`."""
 
-    table_bytes: int
+    table_bytes: int  # whole pages, with the keys
     entry_count: int
-    digest: bytes
-    generation: int
+    digest: bytes  # of the namespace
+    generation: int  # of the segment's use
     epoch: int
-    sequence: int
-    end_offset: int
+    sequence: int  # of the next batch
+    end_offset: int  # of the listed batches
     segment_bytes: int
     table_checksum: bytes
 
@@ -149,16 +149,16 @@ class Summary(NamedTuple):
 class SegmentEntry(NamedTuple):
     """One stored block. Size and checksum belong to the payload as stored."""
 
-    offset: int
+    offset: int  # of the payload in the file
     stored_bytes: int
-    codec: int
+    codec: int  # its number; see `tiered_kv/toolkit/codecs.py`
     checksum: bytes
 
 
 class EntryTable:
     """The entries of a segment in the order of their writing, as columns: 32 bytes and a reference per entry.
 
-    The garbage collector walks none of them.
+    The garbage collector does not walk the entries.
 
     Appending needs the pool's lock. Reading an entry does not: until the segment is reclaimed, columns only grow.
     """

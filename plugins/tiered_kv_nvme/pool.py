@@ -33,9 +33,9 @@ from tiered_kv_nvme.segment import LEFT_OUT_S, Demand, Segment, SegmentState
 from tiered_kv_nvme.worth import READ, Worth
 
 LEFT_OUT_S_MIN = 5.0
-"""In place of `LEFT_OUT_S`, if no other segment can be reclaimed."""
+"""Replaces `LEFT_OUT_S` if no other segment can be reclaimed."""
 FREE_SEGMENTS = 2  # free segments that the reclaimer keeps: one for stores, one for relocations
-_SEGMENTS_TO_RELOCATE = 3  # one to reclaim, one for its used blocks, one for stores
+_SEGMENTS_TO_RELOCATE = 3  # relocation needs one to reclaim, one for the moved blocks, one for stores
 
 
 CHUNK_KEYS = 256
@@ -92,18 +92,18 @@ class SegmentPool:
         self.changed = threading.Condition(threading.Lock())
         self.digest = digest
         self.epoch = epoch
-        self.closed = False
+        self.closed = False  # whether reservations are refused for good
         self.segments: dict[int, Segment] = {}  # by slot
         self.places: dict[OffloadKey, int] = untracked({})  # the index; `clear` replaces it: do not keep a reference
         self.worth = worth
         self.events = EventLog(wants_events)  # additions to and removals from the index
         self._generation = 0  # the greatest so far
-        self.growing_since_s: float | None = None  # when the allocation of a segment began that has not ended
-        self._growth_refused = False
+        self.growing_since_s: float | None = None  # when a running allocation of a segment began
+        self._growth_refused = False  # whether the disk or the capacity had no room for another segment
         self.refusal: Reason | None = None  # why the disk refused the last batch whose segment is left out
-        self._ages = itertools.count()
+        self._ages = itertools.count()  # numbers segments as they become full
         self._free: deque[Segment] = deque()
-        self._active: dict[WriteStream, Segment] = {}
+        self._active: dict[WriteStream, Segment] = {}  # the segment that each stream fills
 
     # For writers.
 
@@ -167,8 +167,8 @@ class SegmentPool:
     def abandon(self, reservation: Reservation) -> None:
         """Locked. End a reservation after an incomplete write of its batch.
 
-        If no later reservation follows, its space is used again. Otherwise it is a hole, which ends a scan by batches:
-        no batch is added to the segment any more, and its summary lists the batches after the hole.
+        If no later reservation follows, its space is used again. Otherwise it is a hole, which ends a scan by batches.
+        So no batch is added to the segment any more, and its summary lists the batches after the hole.
         """
         segment, header = reservation.segment, reservation.header
         if segment.end_offset == header.offset + header.batch_bytes:
@@ -183,7 +183,7 @@ class SegmentPool:
     def leave_out(self, reservation: Reservation, reason: Reason, *, is_noted: bool) -> None:
         """Locked. End a reservation: its place on the disk refused its batch, while other places take writes.
 
-        The segment is full, and its blocks can be loaded. If it `is_noted`, later uses end before that place, too.
+        The segment becomes full, and its blocks can be loaded. If `is_noted`, its later uses end before that place too.
         """
         segment, offset = reservation.segment, reservation.header.offset
         if segment.state is SegmentState.ACTIVE:
@@ -227,7 +227,7 @@ class SegmentPool:
     # The index.
 
     def add(self, keys: Sequence[OffloadKey], first_place: int) -> None:
-        """Locked."""
+        """Locked. Enter a batch's blocks into the index; their places follow from `first_place`."""
         self.places.update(zip(keys, range(first_place, first_place + len(keys)), strict=True))
 
     def drop(self, key: OffloadKey, place: int) -> bool:
@@ -287,9 +287,9 @@ class SegmentPool:
             self._retire(WriteStream.RELOCATIONS)  # otherwise none would be left for stores
 
     def lose(self, segments: Iterable[Segment]) -> list[Segment]:
-        """Locked. Note that the files of segments were deleted; return the free ones, which are in the pool no more.
+        """Locked. Note that the files of segments were deleted; return the free ones, which leave the pool.
 
-        The others can still be read. They are not filled any more, and are the next to be reclaimed.
+        The other segments can still be read. No store fills them, and they are the next to be reclaimed.
         """
         free: list[Segment] = []
         for segment in segments:
@@ -324,7 +324,7 @@ class SegmentPool:
 
     @property
     def left_out(self) -> int:
-        """Locked. How many segments are not filled, or in part, because a place on the disk refused a write."""
+        """Locked. How many segments are not filled, or only in part, because a place on the disk refused a write."""
         return sum(segment.refused_offset > 0 for segment in self.segments.values())
 
     @property
@@ -350,8 +350,8 @@ class SegmentPool:
     def reclaimable(self) -> list[Segment]:
         """Locked. Return the segments that may be reclaimed now, the oldest first.
 
-        If some hold no valid block, only these; otherwise, if some are damaged, only these. Segments that refused a
-        write come last; last of all are those with little room before the refused place.
+        If some segments hold no valid block, only these are returned; otherwise, if some are damaged, only the damaged
+        ones. A segment that refused a write lately is returned only if no other is left, a short one after a time.
         """
         idle = [
             segment

@@ -33,7 +33,7 @@ class DiskProbe:
     pool: SegmentPool
 
     def takes_reads(self, segment: Segment) -> bool:
-        """Return whether the disk reads elsewhere. The caller has pinned the segment in which a read has failed."""
+        """Return whether the disk reads another place. The caller has pinned the segment, in which a read failed."""
         page = ThreadBuffer().take(PAGE_BYTES)
 
         def read(each: Segment) -> bool:
@@ -43,10 +43,10 @@ class DiskProbe:
         return self._succeeds(read, segment)
 
     def takes_writes(self, segment: Segment, refused_offset: int = 0) -> bool:
-        """Return whether the disk writes elsewhere; if the segment's own header can be written, it notes the offset.
+        """Return whether the disk writes another place. The segment's own header, if written, notes `refused_offset`.
 
-        Headers are written as they are, so nothing changes for a reader. The caller keeps the segment from being
-        reclaimed.
+        The other headers are written unchanged, so nothing changes for a reader. The caller keeps the segment from
+        being reclaimed.
         """
 
         def write(each: Segment) -> bool:
@@ -69,7 +69,7 @@ class DiskProbe:
         """Yield a segment and some others, which are neither reclaimed nor closed meanwhile."""
         usable = (SegmentState.ACTIVE, SegmentState.FULL, SegmentState.SEALED)
         with self.pool.changed:
-            # A damaged one is not written: the next opening may read its header, of which this one knows nothing.
+            # A damaged segment is not written: this process may not know its header, which the next opening may read.
             sound = [each for each in self.pool.segments.values() if each.state in usable and not each.damaged]
             others = [each for each in sound if each is not first]
             others.sort(key=lambda each: (each.refused_offset > 0, each.readers))

@@ -28,11 +28,11 @@ from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.segment import LEFT_OUT_S, Segment
 from tiered_kv_nvme.worth import READ
 
-RUN_BYTES_MAX = 8 << 20
-RUN_BLOCKS_MAX = 256
+RUN_BYTES_MAX = 8 << 20  # bytes of one read of a load
+RUN_BLOCKS_MAX = 256  # blocks of one read
 GAP_BYTES_MAX = 64 << 10
 """A longer gap between two requested blocks divides a read. A batch's header and a few blocks are shorter."""
-SPAN_BYTES_MAX = 2 << 20  # bytes of one read to relocate or inspect blocks, or one block
+SPAN_BYTES_MAX = 2 << 20  # bytes of one read to relocate or inspect blocks; a longer block is read alone
 
 
 class Wanted(NamedTuple):
@@ -77,12 +77,12 @@ class BlockReader:
     def load(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], deadline: float = math.inf) -> Outcome:
         """Load blocks; return the keys that were loaded and verified, and why others were not.
 
-        The `blocks` of others have undefined content. After the deadline no read begins.
+        The `blocks` of the other keys have undefined content. After the deadline no read begins.
         """
         wanted, epoch = self._pin(keys, blocks)
         slots = {item.segment.slot for item in wanted}
         loaded: set[OffloadKey] = set()
-        failed: set[OffloadKey] = set()  # a key that is requested twice is loaded if both its blocks are
+        failed: set[OffloadKey] = set()  # a key that is requested twice is loaded only if both its blocks are
         lost: list[tuple[Wanted, RecordStatus]] = []
         reason = Reason.ABSENT if len(wanted) < len(keys) else None
         try:
@@ -118,9 +118,9 @@ class BlockReader:
         return ALL_DONE if len(loaded) == len(set(keys)) else Outcome(loaded, reason)
 
     def read_stored(self, segment: Segment, ordinals: Sequence[int]) -> list[memoryview | None]:
-        """Return the payloads of entries, sorted by offset, until this thread reads again; None for corrupt ones.
+        """Return the payloads of entries, which are sorted by offset; None for a corrupt one.
 
-        Raises `OSError`: the disk failed.
+        The payloads are valid until this thread reads again. Raises `OSError`: the disk failed.
         """
         entries = [segment.table[ordinal] for ordinal in ordinals]
         payloads = read_payloads(self.disk, self._scratch, segment.fd, entries)
@@ -159,13 +159,13 @@ class BlockReader:
         return still_valid
 
     def _read_one_by_one(self, run: Sequence[Wanted], error: OSError, deadline: float) -> Sequence[RecordStatus | None]:
-        """Read the blocks of a run again, after a read of all failed; None for blocks that the disk may have later.
+        """Read the blocks of a run one by one, after the read of the run failed; None if a later read may succeed.
 
-        A block is at a bad place if its own read fails and one elsewhere succeeds after it. If none does, the disk is
-        away: the others are not read. If there is no time to read each, the next loads do that from the beginning.
+        A block is at a bad place if its own read fails, and then a read elsewhere succeeds. If that fails too, the disk
+        is away, and no further block is read. If the time ends before all are read, later loads read each block alone.
         """
         statuses: list[RecordStatus | None] = []
-        if len(run) == 1 and time.monotonic() >= deadline:  # a disk may try for long: this was the block's own read
+        if len(run) == 1 and time.monotonic() >= deadline:  # the failed read was the block's own, and took long
             is_bad_place = is_of_place(error) and self.probe.takes_reads(run[0].segment)
             return [RecordStatus.BAD_PLACE if is_bad_place else None]
         while is_of_place(error) and len(statuses) < len(run) and time.monotonic() < deadline:
@@ -229,7 +229,7 @@ def _runs(wanted: list[Wanted]) -> list[list[Wanted]]:
 
 
 def read_payloads(disk: Disk, scratch: ThreadBuffer, fd: int, entries: Sequence[SegmentEntry]) -> list[memoryview]:
-    """Read neighbouring payloads, sorted by offset, in one call. Payloads behind the end of the file are short."""
+    """Read neighbouring payloads, sorted by offset, in one call. A payload behind the end of the file is short."""
     start = entries[0].offset // PAGE_BYTES * PAGE_BYTES
     span = scratch.take(pages(max(map(_end, entries))) - start)
     span = span[: read_all(fd, [span], start, preadv=disk.preadv)]

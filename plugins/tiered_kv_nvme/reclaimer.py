@@ -37,11 +37,11 @@ _WATCH_S = 5.0  # how often to check whether somebody has deleted the directory,
 _WATCH_PAUSE_S = 0.5  # the least time between two such checks, after a file could not be made
 
 _FAILED_READS_MAX = 8
-"""How many failed reads end the relocation from a segment: a disk may try each for long, and stores wait for it."""
+"""How many failed reads end a segment's relocation: a disk may take long for each, and stores wait meanwhile."""
 
 _SPACE_AT_ONCE = 6
 _SPACE_PAUSE_S = 60.0
-"""The log says so often that the disk is full, then once in this time."""
+"""The log takes `_SPACE_AT_ONCE` messages of a full disk at once, and then one in `_SPACE_PAUSE_S`."""
 _log = logging.getLogger(__name__)
 
 
@@ -59,12 +59,12 @@ class Reclaimer:
     name: str  # the thread's
 
     def __post_init__(self) -> None:
-        self._grow_after_s = 0.0
+        self._grow_after_s = 0.0  # no segment is added before, by `time.monotonic`
         self._grow_wait_s = _RETRY_S / 2  # doubled by each failure
-        self._excess_after_s = 0.0
-        self._watched_s = time.monotonic()
+        self._excess_after_s = 0.0  # the capacity is not checked before
+        self._watched_s = time.monotonic()  # when deleted files were last looked for
         self._watch_after_s = self._watched_s + _WATCH_S
-        self._is_failing = False  # no header of a reclaimed segment could be written, and no new file since
+        self._is_failing = False  # a reclaimed segment's header could not be written, and no file was made since
         self._log_limit = LogLimit()
         self._full_since_s: float | None = None  # since when the log says that the disk is full
         self._space_limit = LogLimit(_SPACE_PAUSE_S, _SPACE_AT_ONCE)
@@ -102,7 +102,7 @@ class Reclaimer:
                 self.pool.changed.wait(_RETRY_S if short or failed else _WATCH_S)
 
     def _watch(self) -> None:
-        """Make deleted files and directories again. For example, a cleaner of temporary files has deleted them."""
+        """Make files again that another program has deleted, such as a cleaner of temporary files."""
         now_s = time.monotonic()
         if now_s < self._watch_after_s:
             return
@@ -194,7 +194,7 @@ class Reclaimer:
     def _reclaim(self, segment: Segment) -> bool:
         """Empty a segment and use it again or delete it; return False if neither succeeded.
 
-        Then it holds no block, and is the next to be tried again.
+        Unless the pool is closed, the segment then holds no block, and is the next to be reclaimed.
         """
         with self.pool.changed:
             if segment.readers:
@@ -265,7 +265,7 @@ class Reclaimer:
             time.sleep(PAUSE_S)
 
     def _use_again(self, segment: Segment) -> bool:
-        """Free an empty segment; delete it if it is damaged, copied, of another size, or over the capacity.
+        """Free an empty segment; delete it if it is damaged, copied on write, of another size, or over the capacity.
 
         Returns False if reads are still in flight, or if the disk takes no change.
         """

@@ -112,12 +112,12 @@ class SegmentScan:
     identity: Identity
     epoch: int
     counters: StoreCounters
-    checks_payloads: bool = True  # in batches without a summary; False counts a batch that a crash left incomplete
+    checks_payloads: bool = True  # of batches without a summary; if False, incomplete batches of a crash count
 
     def __post_init__(self) -> None:
         self._stored_bytes_max = self.identity.block_bytes + OVERHEAD_BYTES_MAX
         self._scratch = ThreadBuffer()
-        self._file_bytes = 0
+        self._file_bytes = 0  # of the file that `read` reads
         self.failure: OSError | None = None
         """Why the last segment, or its summary, could not be read to its end."""
 
@@ -125,7 +125,7 @@ class SegmentScan:
         """Return the segment in an open file, with its readable blocks; None without an intact header.
 
         A summary at a bad place counts as none. After another read error the segment is damaged, and keeps the blocks
-        read so far. It is not written to again, so the next opening may find the rest.
+        read so far. No batch is written to the segment again, so the next opening may find the rest.
         """
         self._file_bytes, self.failure = os.fstat(fd).st_size, None
         segment = Segment(slot, fd, self._file_bytes, 0)
@@ -138,14 +138,14 @@ class SegmentScan:
                 if not is_of_place(error):
                     raise
                 self._note(error)
-                summary = None  # the batches say the same
+                summary = None  # the batches have the same entries
             if summary is not None and summary.epoch != self.epoch:
                 segment.epoch = summary.epoch
                 segment.state = SegmentState.SEALED
                 return segment
             batches = self._read_batches(segment)
             is_sealed = summary is not None and not batches
-            # A summary that can be read later must not speak of batches that others have replaced.
+            # If the summary can be read later, it must not list batches that were overwritten meanwhile.
             segment.damaged |= self.failure is not None and not batches
         except OSError as error:
             if error.errno == errno.ENOMEM:  # not the fault of the file

@@ -36,7 +36,7 @@ from tiered_kv_nvme.layout import (
 )
 
 LEFT_OUT_S = 600.0
-"""How long a place that refused a write is left out: the disk may have replaced it, or got space, by then."""
+"""How long no batch is written to a place that refused one. By then the disk may have replaced it, or got space."""
 
 
 class SegmentState(Enum):
@@ -51,7 +51,7 @@ class SegmentState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The sizes of the blocks of a store, as sums of the first n at n - 1."""
+    """The sizes of a store's blocks in bytes, as running sums: item n - 1 is the sum of the first n."""
 
     payload_ends: Sequence[int]
     key_ends: Sequence[int]
@@ -81,18 +81,18 @@ class Segment:
     deleted: bool = False  # somebody has deleted the file, or moved it away; then it is damaged too
     is_copied: bool = False  # the file system copies overwritten pages: the reclaimer replaces the file
     age: int = 0  # when it became full; segments are sealed and reclaimed in this order
-    writers: int = 0
-    readers: int = 0
-    refused_offset: int = 0  # see its header: where the disk refused a batch; it is filled no further
-    refused_s: float = 0.0  # when that was, by `time.monotonic`
-    alone_until_s: float = 0.0  # until then each block is read alone: a bad place was too slow to find it among many
+    writers: int = 0  # reservations that have not ended
+    readers: int = 0  # pins
+    refused_offset: int = 0  # where the disk refused a batch: the segment is filled no further; 0: nowhere
+    refused_s: float = 0.0  # when the disk refused it, by `time.monotonic`
+    alone_until_s: float = 0.0  # until then each block is read alone: there was no time to find a bad place
     state: SegmentState = field(init=False)
-    epoch: int = field(init=False)
+    epoch: int = field(init=False)  # of its blocks; 0: no valid block
     table: EntryTable = field(init=False)
-    end_offset: int = field(init=False)
-    sequence: int = field(init=False)
-    reserved_blocks: int = field(init=False)
-    key_bytes: int = field(init=False)
+    end_offset: int = field(init=False)  # where the next batch begins
+    sequence: int = field(init=False)  # the next batch's number
+    reserved_blocks: int = field(init=False)  # blocks written or reserved in this use
+    key_bytes: int = field(init=False)  # of these blocks' keys
 
     def __post_init__(self) -> None:
         self.renew(self.generation)
@@ -110,13 +110,13 @@ class Segment:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether a place in it refused a write, and may still do."""
+        """Whether a place in it refused a write, less than `LEFT_OUT_S` ago."""
         return self.refused_offset > 0 and time.monotonic() < self.refused_s + LEFT_OUT_S
 
     def may_hold(self, duration_s: float) -> bool:
-        """Return whether the segment is worth filling: not for a time after a refusal that leaves less than a quarter.
+        """Return whether the segment is worth filling.
 
-        The disk may have replaced the place, or got space, by then.
+        It is not for `duration_s` after a refused write, if less than a quarter of the segment lies before that place.
         """
         is_short = 0 < self.refused_offset < PAGE_BYTES + self.segment_bytes // 4
         return not is_short or time.monotonic() >= self.refused_s + duration_s
@@ -149,6 +149,8 @@ def segment_bytes_min(stored_bytes: int, key_bytes: int, count: int) -> int:
 
 
 class NoSegment(Enum):
+    """Why no segment was created."""
+
     AT_CAPACITY = "at_capacity"
     NO_SPACE = "no_space"
     FAILED = "failed"
@@ -172,7 +174,7 @@ class SegmentFiles:
     counters: StoreCounters
     segment_bytes: int  # the size of new files
     capacity_bytes: int  # the limit of the whole directory
-    descriptors_max: int  # that segments may have
+    descriptors_max: int  # how many segment files may be open
 
     def create(self, taken: Set[int], generation: int, deleted_bytes: int) -> Segment | NoSegment:
         """Create and preallocate a free segment, in a slot that is not `taken`, if the capacity has room for it.
@@ -186,7 +188,7 @@ class SegmentFiles:
             wanted_bytes = self.segment_bytes + SEGMENT_RESERVE_BYTES
             if listing.claimed_bytes + deleted_bytes + wanted_bytes > self.capacity_bytes:
                 return NoSegment.AT_CAPACITY
-            used = taken | {*listing.segments}  # a file in no pool is one that could not be deleted
+            used = taken | {*listing.segments}  # a file that could not be deleted is in no pool
             if len(used) >= self.descriptors_max:
                 return NoSegment.AT_CAPACITY
             slot = next(slot for slot in itertools.count() if slot not in used)

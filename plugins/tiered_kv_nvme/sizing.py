@@ -1,7 +1,7 @@
 """The sizing of a directory: how a capacity is divided into segments.
 
 The settings ask for it before a stack opens, the tier when it opens. No thread calls it later. The number of segments
-stays within half of the process's limit of descriptors, and sizes that do not fit are refused with sizes that do.
+stays within half of the process's limit of descriptors. Sizes that do not fit are refused, with sizes that do.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ _BLOCKS_COMFORTABLE = 8
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
+    """A capacity, divided into segments."""
+
     capacity_bytes: int  # the limit of the directory, with everything in it
     segment_bytes: int
-    descriptors_max: int = SEGMENTS_MAX
+    descriptors_max: int = SEGMENTS_MAX  # how many segments may be open
 
     @property
     def segments_wanted(self) -> int:
@@ -58,8 +60,8 @@ class Sizing:
     ) -> Sizing:
         """Return the sizing for blocks of `block_bytes`, stored with at most `overhead_bytes` more.
 
-        The directory can occupy `room_bytes` on its disk: a segment is a part of that, if it is less than the capacity,
-        and enough for the least one.
+        The directory can occupy `room_bytes` on its disk. If that is less than the capacity, and enough for the least
+        capacity, it determines the default size of a segment.
         `descriptors_max` segments can be open. Raises `ConfigError`: the sizes do not fit; the message has valid ones.
         """
         stored_bytes = block_bytes + overhead_bytes
@@ -99,9 +101,9 @@ class Sizing:
 
 
 def descriptors_left(others: int = 0) -> int:
-    """Return how many segments may be open, if `others` of this process are or may become open.
+    """Return how many segments may be open. Other stores of the process have, or may open, `others` segments.
 
-    Each is a descriptor, and the tier leaves half of the process's to its server.
+    Each segment takes a descriptor, and half of the process's descriptors are not for segments.
     """
     return max(SEGMENTS_MIN, min(SEGMENTS_MAX, Limits().descriptors().amount // DESCRIPTORS_SHARE - others))
 
@@ -109,7 +111,7 @@ def descriptors_left(others: int = 0) -> int:
 def room_bytes_of(path: str) -> int:
     """Return the bytes that a directory may occupy: its files, and its disk's free space. A missing one will be made.
 
-    A file system that does not answer has no limit: the opening reports it.
+    A file system that does not answer counts as unlimited: the opening reports it.
     """
     try:
         return call_within(_ROOM_S, partial(_room_bytes_of, path), "tiered-kv-nvme-room")

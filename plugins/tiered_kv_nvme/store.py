@@ -59,7 +59,7 @@ class StoreOptions:
     sizing: Sizing
     want_direct: bool = True  # use O_DIRECT if the file system supports it
     codecs: CodecSet = PLAIN
-    threads: int = 8  # callers of the store; as many threads recover the segments
+    threads: int = 8  # how many threads call the store; as many recover the segments
     room_timeout_s: float = 5.0  # how long a store waits for a free segment
     private: bool = True  # refuse a directory that another user controls
     required_mount: str | None = None  # a mount point without which the directory is neither made nor opened
@@ -134,7 +134,7 @@ class SegmentStore:
         self._reclaimer = Reclaimer(
             self._files, self.pool, self.counters, self._reader, self._writer, probe, self._remake, thread_name
         )
-        self._released = False
+        self._released = False  # whether `close` has released the directory
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return for each key whether its block can be loaded. Takes no lock."""
@@ -149,7 +149,7 @@ class SegmentStore:
         deadline: float = math.inf,
     ) -> Outcome:
         """Store blocks, except existing ones; see `BatchWriter.store`."""
-        if self._old_indexes:  # `reset` may not have got a thread
+        if self._old_indexes:  # the reset's background task may have got no thread
             self._reset_task.ask()
         return self._writer.store(keys, blocks, self.pool.epoch if epoch is None else epoch, deadline)
 

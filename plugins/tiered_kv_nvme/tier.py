@@ -27,8 +27,8 @@ from tiered_kv_nvme.store import SegmentStore, StoreOptions, open_segments_max
 
 PART_BYTES = 2 << 20  # bytes of one part of a job
 PART_BLOCKS_MIN = 16
-"""The least blocks of a part, however large: each part costs the interpreter some handoffs. It does not hold for
-compressed or encrypted blocks, since each thread has a buffer for a part of them."""
+"""A part has at least so many blocks of any size, since each part costs some handoffs of the interpreter lock. With
+compressed or encrypted blocks the least is 1, since each thread has a buffer for a part of them."""
 STORE_PART_BLOCKS_MIN = 64  # in a store: no request waits for it. With 16 a server that only stored took 3 % longer.
 ABSENT_MAX: Final = 4096  # touched blocks that the directory lacks, until they are taken
 _ROOM_TIMEOUT_MAX_S: Final = 5.0
@@ -69,7 +69,7 @@ class NvmeTier(BlockingTier):
             self._store.close()
             raise
         self.epoch = self._store.epoch
-        self._absent: deque[OffloadKey] = deque(maxlen=ABSENT_MAX)  # the scheduler's
+        self._absent: deque[OffloadKey] = deque(maxlen=ABSENT_MAX)  # touched; the scheduler's thread owns it
         self._pool = self._store.pool  # saves an attribute lookup per call of `lookup`
 
     # The scheduler's thread.

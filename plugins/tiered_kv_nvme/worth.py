@@ -1,10 +1,10 @@
-"""The worth of a block on the disk: hits of similar blocks, for the space and time that they take.
+"""The worth of a block on the disk: the hits that similar blocks bring, for the space and time that they take.
 
 Stores, loads and touches note uses, on their own threads. The reclaimer's thread learns from them and ranks segments. A
 lost note changes a rank, never a byte.
 
 A block's state is two bytes in its segment's table: how often it was used, whether it was read since it was written
-there, and the tick of its last use. Four bytes for each evicted block let the tier learn from its return.
+there, and the tick of its last use. Each evicted block keeps four bytes, so that the tier learns if it is stored again.
 `tiered_kv/cpu/hit_density.py` has the estimates; docs/reference/nvme.md describes how the reclaimer uses them.
 """
 
@@ -29,23 +29,23 @@ from tiered_kv_nvme.segment import Segment
 READ = 4  # the bit of a state for a block that was read since it was written where it is
 RELOCATED_SHARE_MAX = 0.25  # the share of a segment that may move: it limits the extra writes of reclaiming
 MOVE_PRICE = 1.25
-"""The least worth of a block that moves, in means of all blocks: its space, and the cost of the write.
+"""A block moves only if it is worth more than this many mean blocks: the move takes space, and a write.
 
 With 1, hits were up to 1 % more or fewer, and 10 to 35 % more blocks moved per hit.
 """
 LOSS_RATIO = 1.1
 """Losses that differ by less than this factor count as equal. Otherwise equally popular documents are cut apart."""
 SEGMENTS_PER_RANKING = 16
-"""One ranking serves to reclaim one segment of this many. One for all segments lost up to 2 % of the hits."""
+"""A ranking of n segments serves for n / 16 reclaims, rounded up. One for n reclaims lost up to 2 % of the hits."""
 DENSITY_MIN = 1 / 256
-"""Hits of a block in a tick. Blocks that bring less, one hit in 32 turnovers, go in the order of their age."""
+"""The least density, in hits of a block in a tick: one in 32 turnovers. Below it, the oldest blocks go first."""
 EVICTED_MAX = 1 << 24  # evicted blocks that are remembered at most, in 64 MiB
 
 _USES = 4  # classes of uses: 0, 1, 2, and more
 _USES_MASK = 3
 _TICK_SHIFT = 3
 _TICKS = 1 << 13  # after this many, 1024 turnovers, the last use of a block looks recent again
-_AGES = int(EDGES[-1])  # ages in ticks that are told apart
+_AGES = int(EDGES[-1])  # ages in ticks that are distinguished
 _BUCKETS = [bisect_right(EDGES, age) - 1 for age in range(_AGES)]
 _BUCKET_ARRAY = np.array(_BUCKETS, np.uint16)
 _FIRST_AGES = [(bucket, _BUCKETS.index(bucket)) for bucket in sorted(set(_BUCKETS))]
@@ -60,8 +60,8 @@ class Worth:
     """Learns the worth of blocks from stores and loads, by the number and the age of their uses.
 
     A block's estimated worth is its density. Time advances as stores fill segments: a tick is an eighth of
-    all `segments` that the capacity holds. As many evicted blocks are remembered as the capacity holds `blocks`, before
-    collisions. Any thread may note a use. Two at once may lose a count, which an estimate tolerates.
+    all `segments` that the capacity holds. The class remembers as many evicted blocks as the capacity holds `blocks`,
+    less collisions. Any thread may note a use. Two threads at once may lose a count, which an estimate tolerates.
     """
 
     def __init__(self, blocks: int, segments: int) -> None:
@@ -73,7 +73,7 @@ class Worth:
         self._densities: Table = np.ones(_USES * BUCKETS)  # as of the last ranking, like the price
         self._price = 1.0
         self._ranked: list[Segment] = []  # the next to reclaim is the last
-        self._last_uses = [[0] * _AGES for _ in range(_USES)]  # number of blocks, evicted ones too: by uses, last tick
+        self._last_uses = [[0] * _AGES for _ in range(_USES)]  # number of blocks, with evicted ones: by uses, last tick
         self._evicted = np.zeros(min(max(1, blocks), EVICTED_MAX), np.uint32)  # 16 bits of digest above a state, or 0
 
     def first_states(self, keys: Sequence[OffloadKey]) -> array[int]:
@@ -102,6 +102,7 @@ class Worth:
             table.states[ordinal] = now << _TICK_SHIFT | state & READ | read | uses
 
     def remember_evicted(self, keys: Sequence[OffloadKey], states: Sequence[int]) -> None:
+        """Remember the states of evicted blocks; a block replaces another one that has its slot."""
         digests, slots = self._slots(keys)
         evicted = ((digests >> 48 | 1) << 16 | np.array(states, np.uint64)).astype(np.uint32)
         displaced = self._evicted[slots]
@@ -134,8 +135,8 @@ class Worth:
         """Return the segment that loses least when it is reclaimed; the first of about equal ones.
 
         Each block costs its density, or the price of a move if it may move. One ranking serves for a sixteenth of the
-        segments. A ranking also sets the densities and the price that `movable` uses: before the first one no block is
-        worth a move.
+        segments. A ranking also sets the densities and the price that `movable` uses: before the first ranking no block
+        is worth a move.
         """
         while self._ranked:
             segment = self._ranked.pop()
@@ -199,7 +200,7 @@ class Worth:
         return min(uses + 1, _USES_MASK)
 
     def _tick(self) -> None:
-        """Count the blocks that come to their next bucket."""
+        """Advance by a tick. Count the blocks whose age reaches its next bucket."""
         self._ticks += 1
         self._now = self._ticks % _TICKS
         seen = self._density.seen

@@ -1,7 +1,7 @@
 """Stores: one vectored call writes a batch of blocks, which then enter the index.
 
-A worker of the toolkit calls `BatchWriter.store`, several at once; the reclaimer moves blocks by the same class. These
-things stay true:
+Workers of the toolkit call `BatchWriter.store`, several at once. The reclaimer's thread moves blocks by
+`BatchWriter.write`. These things stay true:
 
 - A block enters the index after its bytes are written, and only in the epoch in which its store began.
 - A store waits for room a limited time, and flushes nothing.
@@ -34,7 +34,7 @@ BATCH_BLOCKS_MAX = 256
 
 
 PLACES_MAX = 4
-"""The number of places on the disk that one batch tries, if they refuse it and others take writes."""
+"""How many places on the disk one batch tries, while places refuse it and the disk takes writes elsewhere."""
 
 
 class Payload(NamedTuple):
@@ -108,7 +108,7 @@ class BatchWriter:
         """Write one batch, or several at the end of a segment; return the number of blocks, and why others failed.
 
         If a place on the disk refuses a batch, the batch is written to another segment. With `old_places` the blocks
-        move from there, and neither wait for space nor look for another place.
+        move from these places. Then the call neither waits for space nor tries another segment.
         """
         timeout_s, stream = self.room_timeout_s, WriteStream.STORES
         if old_places is not None:
@@ -176,7 +176,7 @@ class BatchWriter:
     def _give_up(self, reservation: Reservation, error: BaseException, *, is_noted: bool) -> bool:
         """End a reservation after its batch could not be written; return whether the disk takes writes elsewhere.
 
-        Then its place is left out.
+        If it does, the refused place is left out.
         """
         is_bad_place = False
         try:
@@ -201,8 +201,8 @@ class BatchWriter:
     ) -> tuple[list[SegmentEntry], list[memoryview]]:
         """Return a batch's entries and the buffers to write.
 
-        With `gather`: a header, and the payloads where they are. Otherwise: one buffer, into which blocks are copied or
-        encrypted.
+        With `gather`, the buffers are a header, and the payloads in the caller's memory. Otherwise there is one buffer,
+        into which blocks are copied or encrypted.
         """
         batch = self._scratch.take(header.header_bytes if gather else header.batch_bytes)
         entries: list[SegmentEntry] = []

@@ -1,8 +1,10 @@
 """Administration of the servers without a stack, through redis-py's clients.
 
-Names are found by SCAN on every master, and removed by UNLINK. SCAN may miss names that are stored or moved to another
-server meanwhile, so a purge repeats it until it finds none. The readable form goes too. Foreign names with the
-namespace's prefix stay, and are reported.
+The commands of `tiered_kv.cli` that look into a storage call it, each on its own thread.
+
+SCAN on every master finds names, and UNLINK removes them. SCAN may miss names that are stored or moved to another
+server meanwhile, so a purge repeats it until it finds none. A purge also removes the namespace's readable form. Foreign
+names with the namespace's prefix stay, and are reported.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class RedisAdministration(ListedStorage):
                     yield list(_entries(client, list(dict.fromkeys(names))))  # SCAN may repeat a name
 
     def _scan(self, client: Redis, pattern: bytes, at_once: int, deadline: float) -> Iterator[bytes]:
-        """Yield names like `scan_iter`, but by the deadline: among many foreign names it may find none for long."""
+        """Yield names as `scan_iter` does, until the deadline: among many foreign names, a search may take long."""
         names: Any  # redis-py's type has text, too
         cursor: int | None = None
         while cursor != 0:
@@ -124,7 +126,7 @@ class RedisAdministration(ListedStorage):
             for start in range(0, len(listed), at_once):
                 batch = listed[start : start + at_once]
                 client: Redis = batch[0].where[0]
-                with suppress(ResponseError):  # before Redis 7.2, where each check counts as a use
+                with suppress(ResponseError):  # Redis before 7.2 refuses it: there each check counts as a use
                     client.client_no_touch("ON")
                 for each, value in _loaded(client, batch, limit):
                     if isinstance(value, bytes):
@@ -157,7 +159,7 @@ class RedisAdministration(ListedStorage):
 
 
 def _entries(client: Redis, names: Sequence[bytes]) -> Iterator[Entry]:
-    """Yield an entry for each name, with its size by a command that does not count as a use, as STRLEN would."""
+    """Yield an entry for each name. MEMORY USAGE gives its size and, unlike STRLEN, does not count as a use."""
     for name, size_bytes in zip(names, _replies(client, [("MEMORY USAGE", name) for name in names]), strict=True):
         known_bytes = size_bytes if isinstance(size_bytes, int) else None  # an error: not permitted, or moved
         match = _NAME.fullmatch(name)

@@ -1,7 +1,7 @@
 """Blocks in servers: the commands for each server, and the failure of each block.
 
-`RedisTier` calls it on the toolkit's workers. A block succeeds only once its server has confirmed it, or it is
-verified.
+`RedisTier` calls it on the toolkit's workers. A store succeeds only once its server has confirmed it, and a load only
+once its block is verified.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tiered_kv_redis.topology import Topology
 
 _SENDS_BYTES = 4 << 20
 _SEND_BYTES_MIN = 1 << 20
-"""Bytes of records in one call to send: the server reads them while the next are hashed. Each call releases and takes
-the interpreter lock, so many small calls cost more than the server gains by an earlier start. Several connections in
-parallel give the server enough to read."""
+"""One call sends `_SENDS_BYTES` of records, divided by the number of connections, but at least this. The server reads
+them while the next are hashed. Each call releases and takes the interpreter lock, so many small calls cost more than
+the server gains by an earlier start. The connections together give the server enough to read."""
 
 AnyExchange = TypeVar("AnyExchange", bound=Exchange)
 
@@ -41,7 +41,7 @@ _PENDING_MIN = 2  # blocks to request at once: while one is received and verifie
 
 
 class Blocks:
-    """The blocks of one namespace. Worker threads.
+    """The blocks of one namespace. Worker threads call, several at once.
 
     `note_failures` is called with an operation, how many blocks failed, and why.
     Raises `MissingExtraError`: the codec's library is not installed.
@@ -71,7 +71,7 @@ class Blocks:
         # Whether the next store asks first which blocks exist: if half of the last store's blocks existed.
         # Threads overwrite each other's value: that costs a round trip, or some needless sends.
         self._asks_first = False
-        self._refuses_renewals = False
+        self._refuses_renewals = False  # whether a server has refused PEXPIRE
 
     def store(self, batch: Batch) -> Failures:
         """Store blocks that are missing, and replace values that are no blocks or that this process cannot read."""
@@ -82,9 +82,9 @@ class Blocks:
         return _with_second_attempt(lambda positions: self._load(positions, batch), batch)
 
     def contains(self, batch: Batch) -> tuple[list[bool], Failures]:
-        """Return for each name whether a value of a possible size exists that is not known to be unreadable here.
+        """Return for each name whether a value of a possible size exists that this process did not find unreadable.
 
-        False also where the server did not answer; the failures say why.
+        The answer is False also where the server did not answer; the failures have the reason.
         """
         lengths: dict[int, int] = {}
         failures = _with_second_attempt(lambda positions: self._ask_lengths(positions, batch, lengths), batch)
@@ -135,7 +135,7 @@ class Blocks:
         return failures | unknown | self._send(replaced, batch, overwrite=True)[1]
 
     def _send(self, positions: Sequence[int], batch: Batch, *, overwrite: bool) -> tuple[list[int], Failures]:
-        """Send blocks; return the positions of kept values, and the failures."""
+        """Send blocks; return the positions where servers kept existing values, and the failures."""
         failures: Failures = {}
         exchange = partial(Stores, batch=batch, transfer=self._transfer, overwrite=overwrite)
         done = self._run(positions, batch, failures, exchange)
@@ -161,8 +161,8 @@ class Blocks:
                 self._unreadable.note(batch.names[at] for at in kept)  # no permission, or no answer
                 for reason, count in Counter(kept.values()).items():
                     self._note_failures("delete", count, reason)
-            # A value that is too long ends its connection: the replies to later commands were lost. So does a server
-            # that keeps fewer replies; each time half as many are pending.
+            # A value that is too long ends its connection, and the replies to later commands are lost. A server that
+            # keeps fewer replies ends it too; after each time, half as many are pending.
             lost = {ServerFailure.CUT_OFF, ServerFailure.TOO_LONG} if damaged else {ServerFailure.CUT_OFF}
             positions = [at for at, reason in failed.items() if reason in lost and at not in damaged]
             failures |= {at: reason for at, reason in failed.items() if at not in positions}
@@ -235,8 +235,8 @@ class Loads(Exchange):
     """Blocks to load from one server, received and verified in place.
 
     The reply to GET is expected to be a raw record of the block's size. So the memory for all pending replies is laid
-    out in their order, and one call receives many of them. If a reply is another one, such as nil, the bytes from its
-    beginning on are put back and parsed one reply at a time, until none are left.
+    out in their order, and one call receives many of them. If another reply comes, such as nil, its bytes and all later
+    ones are put back. They are parsed one reply at a time, until no byte is left.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Loads(Exchange):
         self._pending_max = max(_PENDING_MIN, transfer.pipeline_bytes // reply_bytes)
         if (narrowed_bytes := node.pending_bytes_max) is not None:
             self._pending_max = max(1, min(self._pending_max, narrowed_bytes // reply_bytes))
-        # Twice as many slots as pending replies: the next are requested before the received ones are verified.
+        # Twice as many slots as pending replies: the next replies are requested before the received ones are verified.
         self._slots = min(2 * self._pending_max, self.count)
         self._sent = 0  # commands
         self._received = 0  # complete replies
