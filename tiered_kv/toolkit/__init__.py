@@ -2,8 +2,8 @@
 
 A plugin's modules import it. `BlockingTier` and `AsyncTier` have two sides: the scheduler's thread queues jobs and
 takes results, and workers (threads, or an event loop) call the author's methods. What must stay true: the scheduler's
-side never waits, and a job is reported once. Names are imported when they are first used: a plugin that only announces
-its tier loads nothing else, and only the users of `AsyncTier` load asyncio.
+side never waits, and a job is reported once. Names are imported when they are first used. So a plugin that only
+announces its tier loads nothing else, and only users of `AsyncTier` load asyncio.
 
 blocking        the base of tiers with blocking calls
 aio             the base of tiers with coroutines
@@ -22,7 +22,7 @@ touches         uses of blocks, noted in a storage in the background
 resolver        connections to servers, with deadlines
 failure_texts   the last failures, in sentences for the log
 administration  survey, verify and purge of a storage without a stack
-listed          all three, for a storage that lists its entries
+listed          survey, verify and purge of a storage that lists its entries
 keys_only       tiers without bytes, for `tiered-kv simulate`
 """
 

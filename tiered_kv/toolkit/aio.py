@@ -28,14 +28,14 @@ from tiered_kv.toolkit.queued import QueuedTier, block_bytes_of
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-_THREADS_MAX = 32  # as many as asyncio itself starts, at most, for `asyncio.to_thread`
+_THREADS_MAX = 32  # threads for `asyncio.to_thread`; asyncio itself would start no more
 
 
 async def uninterrupted(work: Awaitable[T]) -> T:
-    """Await `work` to its end, also if the caller is cancelled, and raise the cancellation then.
+    """Await `work` to its end. If the caller is cancelled meanwhile, raise the cancellation after that end.
 
     Cancelling a coroutine that awaits `asyncio.to_thread(...)` or a file of aiofiles ends the waiting, not the work. So
-    await all such work that uses blocks of the primary tier through this function. The event loop's thread.
+    await all such work that uses blocks of the primary tier through this function. Call it on the event loop's thread.
     """
     task = asyncio.ensure_future(work)
     cancellation: asyncio.CancelledError | None = None
@@ -52,9 +52,9 @@ async def uninterrupted(work: Awaitable[T]) -> T:
 
 
 class _EventLoop(asyncio.SelectorEventLoop):
-    """An event loop in whose threads a call that was refused never runs; see `DaemonThreads`.
+    """An event loop whose thread pool never runs a call that it has refused; see `DaemonThreads`.
 
-    One that got no descriptors counts as closed: asyncio could not close it.
+    A loop that got no file descriptors counts as closed, because asyncio could not close it.
     """
 
     _is_made = False
@@ -122,7 +122,7 @@ class AsyncTier(QueuedTier):
         self._blocks_in_flight_max = blocks_in_flight_max
         self._loop_thread: threading.Thread | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._is_wake_pending = True  # until the loop runs, and looks into the queue by itself
+        self._is_wake_pending = True  # whether the loop will look into the queue anyway; it does when it begins
         # Owned by the loop's thread.
         self._part_tasks: set[asyncio.Task[None]] = set()
         self._blocks_in_flight = 0
@@ -142,7 +142,7 @@ class AsyncTier(QueuedTier):
 
     @abstractmethod
     async def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        """See `BlockingTier.load_blocks`. If cancelled, end when nothing writes to `blocks`: see `uninterrupted`."""
+        """See `BlockingTier.load_blocks`. If cancelled, end once nothing writes to `blocks`: see `uninterrupted`."""
 
     @abstractmethod
     async def contains_blocks(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -156,12 +156,12 @@ class AsyncTier(QueuedTier):
 
     def _wake(self) -> None:
         if self._loop_thread is not threading.current_thread() and not self._is_wake_pending:
-            # Once for a burst: each call writes to the loop's pipe. On the loop's own thread `_start_parts` follows.
+            # One call for many parts: each call writes to the loop's pipe. The loop's own thread starts parts anyway.
             self._is_wake_pending = True
             assert self._event_loop is not None
             with suppress(RuntimeError):  # the loop has been closed
                 self._event_loop.call_soon_threadsafe(self._start_parts)
-        elif self._event_loop is None:  # the scheduler's thread, which alone adds the first work
+        elif self._event_loop is None:  # on the scheduler's thread: only it adds the first work
             self._ensure_worker()
 
     # The scheduler's thread.
@@ -169,7 +169,7 @@ class AsyncTier(QueuedTier):
     def _ensure_worker(self) -> None:
         if self._loop_thread is not None and (not self._lacks_worker or self._loop_thread.is_alive()):
             return
-        self._lacks_worker = False  # before the thread, which sets it if it gets no event loop
+        self._lacks_worker = False  # before the thread begins: it sets the flag if it gets no event loop
         try:
             self._loop_thread = start_thread(self._run_loop, f"tiered-kv-{self.name}-loop")
         except ResourceError as error:
@@ -272,7 +272,7 @@ class AsyncTier(QueuedTier):
                     self._client_is_open = True
 
     def _reason_of(self, operation: str, error: BaseException) -> Reason:
-        """Return the reason for `error` in the counters; apart from deadlines, only `shutdown` cancels."""
+        """Return the reason that counts `error`. Apart from deadlines, only `shutdown` cancels a coroutine."""
         if isinstance(error, asyncio.CancelledError) and self._is_shut_down:
             return Reason.SHUTDOWN
         return self._note_error(operation, error)

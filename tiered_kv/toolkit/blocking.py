@@ -28,8 +28,9 @@ class BlockingTier(QueuedTier):
     """A tier for an author who writes blocking methods. Worker threads call them, several at a time.
 
     Jobs are cut into parts, so that all threads serve one large job. If many small jobs wait, one call gets the blocks
-    of several. Lookups go before loads and loads before stores. With several threads, stores leave one of them free,
-    wait while the engine computes, and run on as few as the storage needs. An exception fails all blocks of the call.
+    of several. Lookups go before loads and loads before stores. With several threads, stores leave one thread free, and
+    wait while the engine's thread computes. They run on as few threads as the storage needs. An exception fails all
+    blocks of the call.
 
     Parts that have not started by the deadline of their job never start. Nothing can end a running call from outside,
     so give each call to a client or server a timeout. Threads are daemons: one that hangs does not keep the process.
@@ -37,9 +38,9 @@ class BlockingTier(QueuedTier):
     Args:
         offloading_spec, primary_kv_view, tier_type: As in `SecondaryTierManager`.
         threads: Worker threads, at least 1.
-        part_bytes: Bytes of one part of a job, at most; but a part has at least `part_blocks_min` blocks.
-        part_blocks_min: See `part_bytes`.
-        store_part_blocks_min: The same of a store; `part_blocks_min` if that is more.
+        part_bytes: Limit of one part of a job, in bytes.
+        part_blocks_min: The limit of a part is never below this number of blocks.
+        store_part_blocks_min: The same for parts of stores, whose limit is never below the limit of loads.
         lookup_timeout_s: After how long a lookup without an answer is a miss.
         shutdown_timeout_s: How long `shutdown` waits for the threads.
         lookup_thread: Whether one more thread serves lookups only, so that no lookup waits for a part to end.
@@ -127,7 +128,7 @@ class BlockingTier(QueuedTier):
             self._lookup_tokens.put(_WORK)
 
     def _start_thread(self) -> None:
-        """Start one more thread; it starts the next, so that the scheduler waits for at most one start."""
+        """Start one more thread. That thread starts the next one, so the scheduler waits for one start at most."""
         with self._threads_lock:
             number = len(self._worker_threads)
             if number >= self._threads_max + self._has_lookup_thread or self._is_stopping:
@@ -169,8 +170,8 @@ class BlockingTier(QueuedTier):
         if self._part_queue.take_lookups():
             self._run_probes()
         elif not is_for_lookups and (part := self._part_queue.take()) is not None:
-            # The only thread has to serve loads too. To an engine without pauses, the more stores wait, the less they
-            # give way.
+            # A single thread never waits here: it serves loads too. If the engine makes no pauses, a store waits the
+            # less, the more stores are queued.
             if not part.job.metadata.is_promotion and self._threads_max > 1:
                 waiting = 0 if self._engine_pauses else self._part_queue.stores_waiting
                 self._engine_pauses = wait_for_idle(IDLE_WAIT_S_MAX / (1 + waiting))
@@ -184,7 +185,7 @@ class BlockingTier(QueuedTier):
         if ready:
             PART_DEADLINE.set(min(part.job.deadline for part in ready))
             done = self._transfer(ready)
-        # The first part counts as running for all of them, so it ends last.
+        # The first part counts as running for all parts of the call, so it ends last.
         for part, refused in reversed(list(zip(parts, outcomes, strict=True))):
             own = done if len(ready) == 1 else checked_outcome(done, part.keys)
             self._end_part(part, own if refused is None else refused)
@@ -213,7 +214,7 @@ class BlockingTier(QueuedTier):
             self._batched_lookups.answer(probe, answers)
 
     def _stop_workers(self, deadline: float) -> int:
-        self._ensure_worker()  # `close` belongs to a worker
+        self._ensure_worker()  # a worker has to call `close`
         with self._threads_lock:
             self._is_stopping = True
             threads = list(self._worker_threads)

@@ -3,9 +3,9 @@
 A tier calls it while it opens, and later to replace deleted files. Any thread but the scheduler's may call: each call
 may wait for the file system. A directory that is not this tier's is refused, and no byte in it changes.
 
-A tier opens its directory in these steps. If it has a lock, it takes it between steps 2 and 3.
+A tier opens its directory in these steps. A tier with a lock takes the lock between steps 2 and 3.
 
-1. `make`: open the directory, which must not be a symbolic link. A missing one is made, unless its mount is missing.
+1. `make`: open the directory, which must not be a symbolic link. Make a missing one, unless its mount is missing.
 2. `check`: refuse a directory with foreign files and no marker, or one that another user controls.
 3. `mark`: read the marker, and refuse another format version. Without a marker, write one.
 """
@@ -51,8 +51,10 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    digest: bytes  # 16 bytes, of the namespace
-    namespace: Mapping[str, object]  # its readable form
+    """Describes the blocks that a directory holds."""
+
+    digest: bytes  # of the namespace, 16 bytes
+    namespace: Mapping[str, object]  # the readable form of the namespace
     block_bytes: int
 
     def fields(self) -> dict[str, object]:
@@ -86,7 +88,7 @@ class Made(NamedTuple):
     """An open directory."""
 
     fd: int
-    missing: str  # the topmost directory that had to be made; empty if there was none
+    missing: str  # the topmost directory that had to be made; empty if none had to
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +97,9 @@ class ClaimedDirectory:
 
     path: str  # absolute; see `absolute`
     marker_name: str
-    format_version: int  # that this release reads and writes
+    format_version: int  # the version of markers that this release reads and writes
     own_names: Set[str]  # files that the tier may make before the marker
-    tier: str = ""  # its name, for messages
+    tier: str = ""  # the tier's name, for messages
     private: bool = True  # whether to refuse a directory that another user controls; see `tiered_kv.system.permissions`
     required_mount: str = ""  # a mount point at or above `path`, without which the directory is neither made nor opened
 
@@ -155,7 +157,7 @@ class ClaimedDirectory:
         """Return the marker's fields; without a marker, write one and return None. Raises: see `marker`."""
         found = self.marker(fd)
         if found is None:
-            # Flushed: a power failure may leave an empty marker, which would make the directory unusable.
+            # Flushed: else a power failure may leave an empty marker, which makes the directory unusable.
             marker = {"format": self.format_version, **fields}
             replace_file(self.marker_name, as_text(marker), dir_fd=fd, flush=True)
         return found
@@ -189,7 +191,7 @@ class ClaimedDirectory:
 
     @contextmanager
     def opened(self, operation: str) -> Iterator[int | None]:
-        """Yield a descriptor of the directory, None if it is missing. `operation` is for errors.
+        """Yield a descriptor of the directory, None if it is missing. Errors name the `operation`.
 
         Raises:
             ConfigError: It is a symbolic link.
@@ -282,7 +284,7 @@ def absolute(path: str) -> str:
 
 
 def refuse_other_device(path: str, device: int) -> None:
-    """Raise `OSError` if a path is not on a device any more, before a directory is made where its mount has gone."""
+    """Raise `OSError` if `path` is no longer on `device`. Call it before making directories: the mount may be gone."""
     above = path
     while not os.path.lexists(above):
         above = os.path.dirname(above)

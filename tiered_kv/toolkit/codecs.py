@@ -25,8 +25,8 @@ from tiered_kv.toolkit.zstd import Zstd
 
 _PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 HUGE_PAGE_BYTES: Final = 2 << 20
-"""In huge pages, a large request reaches a disk at once; otherwise in pieces of about 1 MiB. Of the sizes that machines
-have, this is the one that such a buffer fills; where the kernel gives only larger ones, it has small pages."""
+"""The size of a huge page. A large request from huge pages reaches a disk at once; from small pages, in pieces of about
+1 MiB. If a kernel has only larger huge pages, a buffer cannot fill them, and gets small pages."""
 
 RAW_ID: Final = 0
 ZSTD_ID: Final = 1
@@ -59,12 +59,12 @@ def binding_of(namespace_digest: bytes, key: bytes) -> bytes:
 
 
 class ThreadBuffer(threading.local):
-    """A page-aligned buffer for each calling thread, which only grows.
+    """A page-aligned buffer for each calling thread. It never shrinks.
 
-    New memory costs more than a codec: the kernel clears each page.
+    A new buffer for each block would cost more time than a codec: the kernel clears each page.
     """
 
-    _memory = memoryview(bytearray())  # writable, as all that `take` returns
+    _memory = memoryview(bytearray())  # writable, like every view that `take` returns
 
     def take(self, size_bytes: int) -> memoryview:
         """Return `size_bytes` of this thread's buffer, with undefined content. Earlier results become invalid."""
@@ -85,7 +85,7 @@ def _map(size_bytes: int) -> memoryview:
 
 
 class Draft(NamedTuple):
-    """A block before it is stored: compressed, and not yet encrypted. The length of its payload is known."""
+    """A block before it is stored: compressed if that pays, and not yet encrypted. Its payload's length is known."""
 
     codec_id: int
     raw_bytes: int  # the block's size
@@ -115,7 +115,7 @@ class CodecSet:
     All codecs are read, so that the setting can change at any time. The exception: a tier that encrypts refuses plain
     blocks, which anyone who can write into the storage could plant.
 
-    `name` is the codec to write with, of `CODEC_IDS`; with `accept_plain` plain blocks are read even if it encrypts.
+    `name`, one of `CODEC_IDS`, is the codec to write with. `accept_plain` allows plain blocks though it encrypts.
     A block that would not get shorter is not compressed. Raises `MissingExtraError`: the codec's library is missing.
     """
 
@@ -132,7 +132,7 @@ class CodecSet:
         self._compresses = codec_id in COMPRESSED_IDS
         if self._compresses:
             self._zstd = Zstd()
-        self._room = ThreadBuffer()
+        self._room = ThreadBuffer()  # for content that is decrypted, and still compressed
 
     def draft(self, block: memoryview) -> Draft:
         """Compress a block, and choose its codec. Encryption follows in `Draft.write_into`."""
@@ -156,8 +156,8 @@ class CodecSet:
     def decode(self, codec_id: int, payload: memoryview, block: memoryview, binding: bytes) -> RecordStatus:
         """Write the block of a payload into `block`. Any status but OK leaves undefined bytes there.
 
-        The payload may be hostile: nothing is allocated that is much larger than `block`. The caller has verified its
-        checksum, unless it is encrypted, and so has a tag. For `binding` see `binding_of`.
+        The payload may be hostile: no allocation is much larger than `block`. The caller has verified the payload's
+        checksum. An encrypted payload needs no checksum: its tag is checked here. For `binding` see `binding_of`.
         """
         status = self.refusal(codec_id)
         if status is not RecordStatus.OK:

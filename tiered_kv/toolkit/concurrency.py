@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-VERDICT_PARTS: Final = 8  # parts at one limit, after which its rate is known
-GAIN_MIN: Final = 1.4  # the rate at twice as many parts at once, over the rate before, from which they stay
+VERDICT_PARTS: Final = 8  # times the limit: parts that end at one limit before its rate is known
+GAIN_MIN: Final = 1.4  # a trial's rate, over the rate before it, from which the higher limit stays
 PAUSE_MAX: Final = 64  # verdicts between two trials, at most; each trial that gains nothing doubles their number
 STALL_S: Final = 1.0
 """If no part begins or ends in this time, the running parts hang, perhaps for ever: one more may run."""
 
 
 class StoreConcurrency:
-    """Finds the limit by trials: twice as many parts at once, if that stores faster. Under its caller's lock.
+    """Finds the limit by trials: a trial doubles the limit, and keeps it if stores become faster.
 
-    A rate is blocks a second of the time in which at least one part runs: pauses of the threads do not count.
+    The caller holds its lock. A rate is in blocks a second. Only time in which at least one part runs counts.
 
     `limit_max` is the highest limit; `clock` returns seconds of a monotonic clock. Without calls of `begin` and `end`
     the limit stays at `begins_at`.
@@ -30,12 +30,12 @@ class StoreConcurrency:
         self.limit = begins_at
         self.limit_max = limit_max
         self._clock = clock
-        self._running = 0
-        self._since_s = 0.0
-        self._parts = self._blocks = 0
-        self._busy_s = 0.0
+        self._running = 0  # parts now
+        self._since_s = 0.0  # when the last part began or ended, by `clock`
+        self._parts = self._blocks = 0  # ended since the last verdict
+        self._busy_s = 0.0  # time with a running part since the last verdict
         self._before: tuple[int, float] | None = None  # the limit before the trial, and its rate, while a trial lasts
-        self._pause = self._pause_left = 1
+        self._pause = self._pause_left = 1  # verdicts until the next trial
 
     def begin(self) -> None:
         self._tick()
@@ -44,11 +44,11 @@ class StoreConcurrency:
     def end(self, blocks: int, *, is_behind: bool) -> bool:
         """Note the end of a part of `blocks` blocks; return whether the limit has risen.
 
-        Only parts while others wait (`is_behind`) show the storage's rate.
+        Only parts that end while other stores wait (`is_behind`) show the storage's rate.
         """
         self._tick()
         self._running -= 1
-        if not is_behind:  # one suffices again, beside the parts that may hang
+        if not is_behind:  # one running part suffices again, beside parts that may hang
             self._parts = self._blocks = 0
             self._busy_s = 0.0
             self.limit = min(self._running + 1, self.limit_max)
@@ -69,7 +69,7 @@ class StoreConcurrency:
 
     @property
     def has_stalled(self) -> bool:
-        """Whether all parts hang."""
+        """Whether all parts that may run seem to hang; see `STALL_S`."""
         return self._running >= self.limit and self._clock() - self._since_s > STALL_S
 
     def _judge(self, rate: float) -> bool:

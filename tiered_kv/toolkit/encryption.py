@@ -1,15 +1,15 @@
 """Authenticated encryption of blocks: AES-256-GCM (NIST SP 800-38D), with the library `cryptography`.
 
-`CodecSet` calls it, on the thread that stores or loads a block. A payload opens only where it was sealed. No nonce is
-used twice under one key, except by the copies of a process that the last paragraph names.
+`CodecSet` calls it, on the thread that stores or loads a block. A payload can be decrypted only in the place for which
+it was encrypted. No nonce is used twice under one key; the last paragraph names an exception.
 
 A payload is an envelope: key id, key check, salt, nonce, ciphertext, tag. `docs/reference/formats.md` describes it. The
 tag also covers the namespace, the whole key, the codec and the block's length, so that a payload is valid in one place.
 
-No nonce may be used twice under one key. Random nonces of 96 bits are safe for 2**32 messages (SP 800-38D, 8.3), which
-processes that share a key reach. So a `Cipher` draws a random salt of 128 bits, derives a *session key* from key and
-salt by HKDF-SHA256 (RFC 5869), and counts its nonces from 0. A new session begins after `SESSION_MESSAGES_MAX` messages
-and in a forked child. A copy of a running process, such as a resumed snapshot of its machine, is not detected.
+Random nonces of 96 bits are safe for 2**32 messages (SP 800-38D, 8.3), and processes that share a key may reach this
+number. So a `Cipher` draws a random salt of 128 bits, derives a *session key* from key and salt by HKDF-SHA256
+(RFC 5869), and counts its nonces from 0. A new session begins after `SESSION_MESSAGES_MAX` messages and in a forked
+child. A copy of a running process, such as a resumed snapshot of its machine, is not detected.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 KEY_ID_MAX: Final = (1 << 32) - 1
 
 SESSION_MESSAGES_MAX: Final = 1 << 24
-"""TLS 1.3 changes the key after 2**24.5 records of 16 KiB, 2**34.5 AES blocks, for a margin of 2**-57 (RFC 8446, 5.5).
-The bound grows with the square: 2**24 blocks of 1 MiB are 2**40 AES blocks, with a margin of 2**-46."""
+"""Messages under one session key. TLS 1.3 changes its key after 2**24.5 records of 16 KiB (2**34.5 AES blocks), for a
+margin of 2**-57 (RFC 8446, 5.5). The margin grows with the square of the AES blocks. Here 2**24 messages of 1 MiB are
+2**40 AES blocks, with a margin of 2**-46."""
 SESSIONS_CACHED_MAX: Final = 1024  # session keys that a reader keeps; to derive one takes microseconds
 
 _HEAD = struct.Struct("<I8s16s12s")  # key id, key check, salt, nonce
@@ -43,11 +44,11 @@ _CHECK_BYTES = 8
 _TAG_BYTES = 16
 ENVELOPE_BYTES: Final = _HEAD.size + _TAG_BYTES  # by how much an envelope is longer than its content
 
-# Each derivation from a key uses another text.
+# Each kind of derivation from a key has a text of its own.
 _SESSION_INFO = b"tiered-kv aes-256-gcm session 1"
 _CHECK_INFO = b"tiered-kv aes-256-gcm key check 1"
 
-_forks = 0
+_forks = 0  # forks between the process that imported this module and this process
 
 
 def _note_fork() -> None:
@@ -59,6 +60,8 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class _Session:
+    """A session key and its next nonce, which threads share."""
+
     def __init__(self, key_id: int, check: bytes, salt: bytes, aead: AESGCM) -> None:
         self.fields = (key_id, check, salt)
         self.aead = aead
@@ -142,7 +145,7 @@ class Cipher:
         # In a forked child the session's lock may be held by a thread that does not exist there.
         if session.forks == _forks and (nonce := session.nonce()) is not None:
             return session, nonce
-        # If several threads do this at once, each uses its own session, and the last one is kept.
+        # If several threads do this at once, each uses a session of its own. The last session is kept.
         session = self._session = self._new_session()
         nonce = session.nonce()
         assert nonce is not None, "the session is new"

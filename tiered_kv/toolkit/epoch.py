@@ -18,10 +18,10 @@ Rules:
 3. A missing or damaged mark is replaced by a new one. The blocks are lost, and none comes back.
 4. A process writes its lost mark again, also over a mark that it has seen retired. If another process may have been
    reset since, it writes a new mark instead: later processes find no blocks, rather than invalid ones.
-5. A process of no reset joins an epoch that another one drew because the mark was lost, and not by a reset. Such a mark
-   has the number 0, and was drawn after its own epoch, as a value's first 8 digits say: the time in seconds. A process
-   does not join it if another one has retired the process's epoch. One that has been reset, or joined the epoch of a
-   reset, writes its own mark again, and processes that were opened after that reset join it.
+5. A process whose mark has the number 0 joins a newer epoch that another process drew because the mark was lost. The
+   newer mark has the number 0 too, and a later time: the first 8 digits of a value are the time in seconds. The process
+   does not join if it has seen its own epoch retired. A process that has been reset, or has joined the epoch of a
+   reset, writes its own mark again. Processes that were opened after that reset then join its epoch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MARK_BYTES_MAX = 128  # bytes of the longest mark of any version
 CHECK_PAUSE_S = 10.0  # how often a process checks that the storage still has its mark
 CHECK_WAIT_S = 1.0  # how long that check may delay the job that makes it
 
-_SPARED = 10  # after a check that failed there is none for this many times as long as it took
+_SPARED = 10  # a failed check is followed by a pause of this many times the check's duration
 
 SKEW_S = 30.0  # how far the clocks of two machines may differ, for rule 5
 
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 _FORM = re.compile(rb"tiered-kv epoch (\d{1,10}) (.*)", re.DOTALL)
 _BODY = re.compile(rb"((\d{1,15}) ([0-9a-f]{16})) ([0-9a-f]{16})\n")
-_RETIRED_MAX = 4096
+_RETIRED_MAX = 4096  # values; the oldest are forgotten
 
 
 def _drawn() -> str:
@@ -118,8 +118,8 @@ class Epoch:
     """The epoch of this process, with its mark in `store`. Deadlines are times of `time.monotonic()`.
 
     The scheduler's thread calls `renew`, which does no I/O. Workers call the rest. Messages name the `tier`. If only
-    one process at a time uses the storage, it is not shared, and rule 5 does not apply. Stores check the mark every
-    `store_pause_s`, if that is less than `CHECK_PAUSE_S`: for storage that evicts it unless it is read.
+    one process at a time uses the storage, `is_shared` is False, and rule 5 does not apply. Stores check the mark every
+    `store_pause_s`, if that is less than `CHECK_PAUSE_S`: some storage evicts a mark that is not read.
     """
 
     def __init__(
@@ -139,15 +139,15 @@ class Epoch:
         self._io_lock = threading.Lock()  # held while the mark is read or written
         self._lock = threading.Lock()  # guards the two below; held for assignments only
         self._mark: EpochMark | None = None  # None before the first read of the storage and the first reset
-        self._is_saved = False
-        self._opened_s = 0.0  # by the time of day
+        self._is_saved = False  # whether the storage has `_mark`
+        self._opened_s = 0.0  # Unix time of the first use of the storage
         self._checked_at_s = clock()
-        self._must_recheck = False
+        self._must_recheck = False  # any thread sets it
         self._limit = LogLimit(_WARNED_PAUSE_S, _WARNED_AT_ONCE, clock)
         self.has_drawn = False
         """Whether this process has found no mark that it may join, and drawn one."""
         self.repairs = 0
-        """How often the storage had lost the mark, or had an older one: this process wrote it, or joined another."""
+        """How often this process repaired a lost, damaged or older mark: it wrote a mark, or joined another epoch."""
 
     @property
     def is_saved(self) -> bool:
@@ -220,7 +220,7 @@ class Epoch:
         return data, None if data is None else EpochMark.decode(data)
 
     def _check_if_due(self, deadline: float, pause_s: float = math.inf) -> None:
-        """Check the mark periodically. Other threads do not wait for it, and an error does not fail the job."""
+        """Check the mark if its pause has passed. Other threads do not wait, and an error does not fail the job."""
         now_s = self._clock()
         pause_s = min(pause_s, CHECK_PAUSE_S)
         if not self._must_recheck and now_s - self._checked_at_s < pause_s:
@@ -231,7 +231,7 @@ class Epoch:
             self._must_recheck, self._checked_at_s = False, now_s
             self._check(min(deadline, time.monotonic() + CHECK_WAIT_S))
         except Exception:  # the job uses the same storage, and reports the error
-            # Soon again, but a mark without an answer must not delay each job.
+            # Check again soon, but a storage that does not answer must not delay each job.
             self._checked_at_s += (self._clock() - now_s) * _SPARED - pause_s
         finally:
             self._io_lock.release()
@@ -256,7 +256,7 @@ class Epoch:
             if is_over and found.number >= mark.number:
                 _retire(mark.value)
                 return
-            # The storage has an older mark, and another process may have been reset since: no mark is right.
+            # The storage has an older mark, and another process may have been reset since: draw a new mark.
         repaired = EpochMark(max(mark.number, found.number if found else 0) + 1) if is_over else mark
         write = self._store.create if data is None else self._store.write
         write(repaired.encode(), deadline)
@@ -266,7 +266,7 @@ class Epoch:
         self._warn("the storage has lost the epoch's mark, or has an older one; it was written again")
 
     def _may_join(self, found: EpochMark, mark: EpochMark, *, is_anew: bool) -> bool:
-        """Return whether nothing in `found` is from before a reset that this process has to keep apart."""
+        """Return whether no block of the epoch `found` is from before a reset that this process has to respect."""
         if mark.number:
             return False
         opened_s = min(self._opened_s, mark.drawn_s)
@@ -299,7 +299,7 @@ class Epoch:
             settled = self._joined(data, found, deadline)
         else:
             settled = mark
-            is_another = found is not None and found.value != mark.value  # equal after a write without an answer
+            is_another = found is not None and found.value != mark.value  # equal if an earlier write got no answer
             if found is not None:
                 settled = EpochMark(max(mark.number, found.number + is_another), mark.value)
             self._store.write(settled.encode(), deadline)
@@ -332,12 +332,13 @@ _retired_lock = threading.Lock()
 
 
 def _is_drawn_anew(found: EpochMark, mark: EpochMark) -> bool:
-    """Return whether `found` was drawn after `mark`, because that was lost, and not by a reset.
+    """Return whether `found` was drawn after `mark`, because `mark` was lost, and not by a reset.
 
-    Only among marks from before any reset the clocks may differ: an older state of the storage has no later mark.
+    The time may differ by `SKEW_S` only if both marks have the number 0. Otherwise `found` must be later: an older
+    state of the storage has no later mark.
     """
     later_s = found.drawn_s - mark.drawn_s
-    if found.drawn_s > time.time() + SKEW_S:  # no time
+    if found.drawn_s > time.time() + SKEW_S:  # not a possible time
         return False
     return found.number == 0 and (later_s > 0 or (mark.number == 0 and later_s >= -SKEW_S))
 

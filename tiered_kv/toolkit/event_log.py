@@ -2,7 +2,7 @@
 
 A tier that reports stored blocks keeps one. Workers note events under the lock of the tier's index, so events have the
 order in which the index changed. The scheduler's thread takes them, without a lock. A log that has no reader stays
-empty, and a full one loses the oldest events.
+empty, and a full log loses its oldest events.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Final
 from tiered_kv.base import OffloadingEvent, OffloadKey
 
 BATCHES_MAX: Final = 1 << 16
-"""Calls of `stored` and `removed` that are kept until they are taken; beyond it the oldest are lost."""
+"""Calls of `stored` and `removed` whose events are kept until `take`; of more calls, the oldest are lost."""
 
 
 class EventLog:
     """Stored and removed blocks, in the order of the calls.
 
     Any thread may call `stored`, `removed` and `clear`, under the lock of the tier's index: only so the events have the
-    order in which the index changed. `take` needs no lock. If they are not wanted, none are kept.
+    order in which the index changed. `take` needs no lock. If `is_wanted` is False, no event is kept.
     """
 
     def __init__(self, is_wanted: bool) -> None:
         self._is_wanted = is_wanted
-        self._events: deque[tuple[bool, list[OffloadKey]]] = deque(maxlen=BATCHES_MAX)
+        self._events: deque[tuple[bool, list[OffloadKey]]] = deque(maxlen=BATCHES_MAX)  # (is_removed, keys)
 
     def stored(self, keys: Iterable[OffloadKey]) -> None:
         self._note(False, keys)

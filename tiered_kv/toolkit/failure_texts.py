@@ -1,7 +1,7 @@
 """The last failures of a tier, in sentences: the log of an outage names them.
 
-Workers note them, and the scheduler's thread asks. A text is of the last minute, so the text of an earlier outage is
-never given as the cause of the next one.
+Workers note failures, and the scheduler's thread reads their texts. No text older than a minute is returned, so the
+text of an earlier outage never explains the next one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Final
 
 AGE_MAX_S: Final = 60.0
 KINDS_MAX: Final = 64
-"""Reasons that are kept; of further ones nothing is known."""
+"""Reasons whose texts are kept; further reasons are ignored."""
 OF_LOOKUPS: Final = ""
-"""In place of a reason: lookups fail, for any reason."""
+"""Stands for failures of lookups, whatever their reason."""
 
 
 class FailureTexts:

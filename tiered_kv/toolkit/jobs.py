@@ -31,8 +31,8 @@ _REASONS: tuple[tuple[type[TierError], Reason], ...] = (
     (TierUnavailableError, Reason.UNAVAILABLE),
 )
 TOGETHER_MAX = 4
-"""Jobs that one worker runs together: fewer than the failures that open a breaker, since one error fails all."""
-_TOGETHER_S = 1.0  # greatest difference of the deadlines of jobs that run together: the earliest holds for all
+"""Jobs that one worker runs together: fewer than the failures that open a breaker, since one error fails all jobs."""
+_TOGETHER_S = 1.0  # between the deadlines of jobs that run together, at most: the earliest deadline holds for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Outcome:
 
     Args:
         successful_keys: The keys that succeeded; None if all did.
-        reason: Why a key failed: a `Reason`, or one word of your own for the counters. The last one, if several did.
+        reason: Why a key failed: a `Reason`, or one word of your own for the counters. Of several reasons, the last.
     """
 
     successful_keys: Collection[OffloadKey] | None = None
@@ -63,12 +63,12 @@ class Job:
         self.keys: Sequence[OffloadKey] = keys if isinstance(keys, Sequence) else tuple(keys)
         self.deadline = math.inf if metadata.deadline is None else metadata.deadline  # seconds of the tier's clock
         self.epoch = epoch  # the tier's, when the job was submitted
-        self.part_blocks = part_blocks  # the most of one part
+        self.part_blocks = part_blocks  # blocks of one part, at most
         # Cursors.
         self.next_block = 0  # blocks before it have been started
         self.end_block = len(self.keys)  # blocks from here on will not be started
-        self.ended_blocks = 0
-        self.drop_reason: Reason | None = None
+        self.ended_blocks = 0  # blocks of the parts that have ended
+        self.drop_reason: Reason | None = None  # why blocks from `end_block` on are not started
         self.failed_parts: list[tuple[Part, Outcome]] = []
         self.has_rows: bool | None = None  # whether all its rows are in the memory; None until a worker has checked
 
@@ -95,7 +95,7 @@ class Part:
     job: Job
     start: int
     stop: int
-    is_extra: bool = False  # whether it runs in one call with another part, which alone counts as running
+    is_extra: bool = False  # whether it runs in one call with another part, and only the other counts as running
 
     @property
     def keys(self) -> Sequence[OffloadKey]:
@@ -119,7 +119,7 @@ def checked_presence(returned: object, keys: Sequence[OffloadKey]) -> list[bool]
     """Return the answers of `contains_blocks`; all False if they are invalid."""
     if not isinstance(returned, Sequence | np.ndarray) or isinstance(returned, str) or len(returned) != len(keys):
         return [False] * len(keys)
-    # A text is true, even "no".
+    # A text would count as true, even "no".
     return [isinstance(answer, (int, np.generic)) and bool(answer) for answer in returned]
 
 
@@ -135,13 +135,14 @@ def failure_reason(error: BaseException) -> Reason:
 
 
 class PartQueue:
-    """Two queues of jobs: loads go before stores, each first in, first out. Lookups go before both.
+    """Two queues of jobs, each first in, first out. Loads go before stores, and lookups before both.
 
     Workers take jobs in parts, so that all of them serve one large job. The scheduler adds jobs without the lock: a
-    worker that holds the lock, and has lost the interpreter, cannot delay it. The lock is held for a few assignments.
+    worker that holds the lock, and has lost the interpreter, cannot delay the scheduler. The lock is held for a few
+    assignments.
 
-    Any thread calls `wake`, which must not wait, if one more worker may find a part. `concurrency` limits the parts of
-    stores that run at once, so that slow stores leave a worker to loads.
+    The queue calls `wake`, on any thread, if one more worker may find a part. `wake` must not wait. `concurrency`
+    limits the parts of stores that run at once, so that slow stores leave a worker to loads.
     """
 
     def __init__(self, wake: Callable[[], None], concurrency: StoreConcurrency) -> None:
@@ -151,14 +152,14 @@ class PartQueue:
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
         self._has_lookups = False
-        self._lock = threading.Lock()  # guards removals from the queues, and the cursors of jobs
+        self._lock = threading.Lock()  # guards removals from the queues, jobs' cursors, `_concurrency`
 
     # The scheduler's thread.
 
     def put(self, job: Job) -> None:
         """Add a job that has at least one block."""
         self._queue_of(job).append(job)
-        # Without the lock: the job is queued, so if the limit is reached, the next worker that ends a part wakes one.
+        # Without the lock: the job is queued. At the limit, the worker that ends the next part wakes a worker for it.
         if job.metadata.is_promotion or self._stores_running < self._concurrency.limit or self._concurrency.has_stalled:
             self._wake()
 
@@ -169,7 +170,7 @@ class PartQueue:
     # Any thread.
 
     def take_lookups(self) -> bool:
-        """Return whether there are lookups to take; mostly one caller gets True."""
+        """Return whether there are lookups to take. Mostly only one caller gets True."""
         if not self._has_lookups:
             return False
         self._has_lookups = False  # before they are taken: later lookups set it again
@@ -198,7 +199,7 @@ class PartQueue:
         return Part(job, start, stop)
 
     def take_small_jobs(self, part: Part) -> list[Part]:
-        """Return whole small jobs to run together with `part`: one call costs less than one for each job.
+        """Return whole small jobs to run together with `part`: one call costs less than a call for each job.
 
         Together they have at most the blocks of one part, and each key once. One job for each other worker stays in
         the queue. Call `end` for each, and for `part` last.
@@ -237,7 +238,7 @@ class PartQueue:
         return is_last
 
     def begin_stores(self) -> None:
-        """Note that a worker begins to move the blocks of a store; before it, the worker may have given way."""
+        """Note that a worker begins to move the blocks of a store. Its wait for the engine's thread is over."""
         with self._lock:
             self._concurrency.begin()
 
@@ -255,7 +256,7 @@ class PartQueue:
     def drop_rest(self, job: Job, reason: Reason) -> bool:
         """Cancel the blocks of `job` that have not been started; return whether the caller has to report the job.
 
-        If not, it has ended, or the worker that ends its last part reports it.
+        If not, the job has ended, or the worker that ends its last part reports it.
         """
         with self._lock:
             if job.next_block == job.end_block:

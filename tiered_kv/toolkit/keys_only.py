@@ -25,14 +25,14 @@ class KeyStore:
     By default it evicts the block that was used least recently. A tier type that evicts in another way names a subclass
     as `TierType.key_store`. Compression is not simulated.
 
-    `settings` is the tier's YAML entry; `clock` returns seconds, in the time of the requests. Moved blocks are written
-    ones that only moved inside the tier; `lookup_requests` counts the requests that lookups sent to a server. Raises
-    `ConfigError`: the capacity does not hold a block.
+    `settings` is the tier's YAML entry; `clock` returns the time of the requests, in seconds. `moved_blocks` counts the
+    `written_blocks` that only moved inside the tier, `lookup_requests` the requests that lookups sent to a server.
+    Raises `ConfigError`: the capacity does not hold a block.
     """
 
     evicts_by_use: ClassVar[bool] = True
     """True: evicts the block that was used least recently. False: the block that was written first."""
-    renews: ClassVar[bool] = False  # whether a load past half of the `ttl` starts it anew
+    renews: ClassVar[bool] = False  # whether a load past half of the `ttl` starts the `ttl` anew
     load_steps: ClassVar[int] = 2
     """Steps that a load takes after the step of its submission.
 
@@ -47,7 +47,7 @@ class KeyStore:
         facts = settings.storage_facts()
         self.capacity_bytes, self.ttl_s = facts.capacity_bytes, facts.ttl_s
         self.written_blocks = self.moved_blocks = self.read_blocks = self.evicted_blocks = self.lookup_requests = 0
-        self._written_s: OrderedDict[OffloadKey, float] = OrderedDict()  # the next to evict first
+        self._written_s: OrderedDict[OffloadKey, float] = OrderedDict()  # by `clock`; the next block to evict is first
         if self.capacity_bytes is not None and self.capacity_bytes < self.record_bytes:
             raise ConfigError(
                 f"{self.capacity_bytes} bytes do not hold one block", location=settings.storage_settings.capacity
@@ -77,7 +77,7 @@ class KeyStore:
         """Count the requests to a server for a lookup of the first `count` blocks of a prompt."""
 
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Store blocks of one prompt, in its order, and return the stored ones."""
+        """Store blocks of one prompt, in the prompt's order. Return the keys that are stored then."""
         records = self._written_s
         for key in reversed(keys):  # the tail of a prompt is evicted before its head
             if self.has(key):
@@ -96,7 +96,7 @@ class KeyStore:
         return loaded
 
     def use(self, keys: Sequence[OffloadKey]) -> None:
-        """Note the use of blocks of the tier, by a load or in a tier above."""
+        """Note that blocks of the tier were used, by a load or in a tier above."""
         for key in reversed(keys):
             if self.renews and self.ttl_s is not None and self.clock() - self._written_s[key] > self.ttl_s / 2:
                 self._written_s[key] = self.clock()
@@ -113,9 +113,9 @@ class KeysOnlyTier(SecondaryTierManager):
     def __init__(self, keys: KeyStore, name: str) -> None:
         super().__init__(None, memoryview(b""), name)
         self._keys = keys
-        self._absent: list[OffloadKey] = []  # of the last touched blocks
-        self._stores: list[JobMetadata] = []  # of this step; loads go first, as in the toolkit's queue
-        self._ended: list[tuple[int, JobResult]] = []  # with the step in which it is reported
+        self._absent: list[OffloadKey] = []  # those blocks of the last `touch` that the tier lacks
+        self._stores: list[JobMetadata] = []  # submitted in this step; loads go first, as in the toolkit's queue
+        self._ended: list[tuple[int, JobResult]] = []  # results, each with the step that reports it
         self._step = 0
         self._noted: set[str] = set()  # requests whose lookup has been counted
 

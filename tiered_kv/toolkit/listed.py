@@ -32,18 +32,18 @@ from tiered_kv.toolkit.administration import (
 )
 from tiered_kv.toolkit.epoch import Epoch, EpochMark, EpochStore
 
-_SURVEYS_MAX: Final = 20  # listings of one purge: a stack may go on storing
+_SURVEYS_MAX: Final = 20  # listings of one purge, at most: a stack may go on storing
 
 
 class Entry(NamedTuple):
     """One entry of a storage; None means unknown."""
 
-    name: str  # in the storage, for people
-    digest: str | None  # its namespace; None for foreign entries, which are counted and never deleted
+    name: str  # its name in the storage; messages show it
+    digest: str | None  # of its namespace; None for foreign entries, which are counted and never deleted
     size_bytes: int | None
-    is_block: bool = False  # and not a mark, a readable form or a file that is being written
-    written_s: float | None = None  # how long ago
-    used_s: float | None = None
+    is_block: bool = False  # False for a mark, a readable form, and a file that is being written
+    written_s: float | None = None  # seconds since it was written
+    used_s: float | None = None  # seconds since its last use
     where: Any = None  # a value that the storage needs beside the name, to read and delete the entry
     key: bytes = b""  # the block's, if the storage has keys
     stays: bool = False  # whether a purge leaves it, such as a directory
@@ -61,9 +61,10 @@ class ListedStorage(TierAdministration):
 
     @abstractmethod
     def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:
-        """Yield the entries of one namespace, or of all. Foreign entries in its place, by their names, are among them.
+        """Yield the entries of one namespace; of all namespaces if `digest` is None.
 
-        The epoch's mark is not. An entry that is stored or deleted meanwhile may be among them or not.
+        Foreign entries are included if their names place them there; the epoch's mark is not. An entry that is stored
+        or deleted meanwhile may be included or not.
         """
 
     @abstractmethod
@@ -76,7 +77,7 @@ class ListedStorage(TierAdministration):
 
     @abstractmethod
     def delete(self, entries: Sequence[Entry]) -> Mapping[int, str]:
-        """Delete entries; return a word for each that is still stored, by its position. A missing one is deleted."""
+        """Delete entries. Return a word for each that is still stored, by position. A missing entry is deleted."""
 
     @abstractmethod
     def describe(self, digest: str, deadline: float) -> object:
@@ -86,14 +87,14 @@ class ListedStorage(TierAdministration):
     def check(
         self, digest: str, blocks: Iterator[Sequence[Entry]], found: Verification, deadline: float
     ) -> Iterator[tuple[Entry, RecordStatus | str, int]]:
-        """Read blocks; yield each, to delete it if it is damaged, with its status and the bytes that were read.
+        """Read blocks; yield each block with its status and the number of bytes read.
 
-        A block that is deleted meanwhile is left out.
+        The caller may delete a damaged block. A block that is deleted meanwhile is left out.
         """
 
     def opened(self, operation: str) -> AbstractContextManager[bool]:
-        """Hold the locks and connections that `purge`, `survey`, `verify` or `repair` needs; whether there is a storage
-        at all."""
+        """Hold the locks and connections that `purge`, `survey`, `verify` or `repair` needs. Yield whether there is a
+        storage."""
         return nullcontext(True)
 
     def purge(self, digest: str, deadline: float) -> Purged:
@@ -101,7 +102,7 @@ class ListedStorage(TierAdministration):
             return self.delete_all(digest, deadline) if is_stored else Purged(0, 0)
 
     def delete_all(self, digest: str, deadline: float) -> Purged:
-        """List and delete entries until a listing finds none, or refusals allow no progress."""
+        """List and delete entries until a listing finds none, or refusals prevent progress."""
         mark_left = self._settle_mark(self.mark(digest), deadline)
         removed = Census()
         found, refusals, named = 0, set[str](), list[str]()
@@ -134,11 +135,11 @@ class ListedStorage(TierAdministration):
         return Purged(*removed.of(digest), (*left, *mark_left))
 
     def _settle_mark(self, store: RemovableMark, deadline: float) -> Sequence[str]:
-        """Delete the epoch's mark; after a reset draw a new one, and leave it. Return why it stays as it is.
+        """Delete the epoch's mark; if it is from a reset, write a new mark. Return why the old mark stays, if it does.
 
-        Without a mark a process in an earlier epoch would write its own again, and later processes would join it. A
-        mark that is written after this is of a reset, too. If it comes between the two requests here, its process
-        writes it once more at its next check.
+        After a reset a mark has to exist: otherwise a process in an earlier epoch would write its own mark again, and
+        later processes would join its epoch. A mark that another process writes after this call is of a reset, too. If
+        it is written between the two requests here, that process writes it once more at its next check.
         """
         deadline = min(deadline, time.monotonic() + self._settings.job_timeout)
         try:
@@ -150,7 +151,7 @@ class ListedStorage(TierAdministration):
                 epoch = Epoch(store)
                 epoch.renew()
                 epoch.saved_value(deadline)
-        except Exception as error:  # a tier's own, too: the blocks shall go in any case
+        except Exception as error:  # a tier's own exceptions, too: blocks are deleted in any case
             return [f"the epoch's mark: {str(error) or type(error).__name__}"]
         return []
 
@@ -201,6 +202,8 @@ def _with(ages: Ages | None, age_s: float | None) -> Ages | None:
 
 @dataclass(eq=False, slots=True)
 class _Tally:
+    """What one namespace has; None means unknown."""
+
     blocks: int = 0
     size_bytes: int | None = 0
     written: Ages | None = None
@@ -224,7 +227,7 @@ class Census:
         written_s: float | None = None,
         used_s: float | None = None,
     ) -> None:
-        """Count an entry with some blocks of a namespace. One unknown size makes the namespace's unknown."""
+        """Count an entry with some blocks of a namespace. One unknown size makes the namespace's size unknown."""
         if digest not in self._tallies and len(self._tallies) >= NAMESPACES_MAX:
             self.add_foreign(digest, size_bytes or 0)
             return

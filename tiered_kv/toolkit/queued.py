@@ -37,7 +37,7 @@ from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, PartQueue, fail
 _log = logging.getLogger("tiered_kv.toolkit")
 
 _ROWS_LOGGED: Final = 16
-# For the job or the lookups that a thread or task serves: see the properties of `QueuedTier`.
+# Of the job or the lookups that this thread or task serves: see the properties of `QueuedTier`.
 PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
 PROBE_REQ_IDS: ContextVar[Sequence[str]] = ContextVar("tiered_kv_probe_req_ids", default=())
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
@@ -57,12 +57,12 @@ def block_bytes_of(primary_kv_view: memoryview) -> int:
 class QueuedTier(SecondaryTierManager):
     """The shared part of `BlockingTier` and `AsyncTier`; not for authors to subclass directly.
 
-    The scheduler's thread calls the public methods. It shares only `_part_queue`, `_batched_lookups` and `_job_results`
-    with the workers.
+    The scheduler's thread calls the public methods. Work goes to the workers by `_part_queue` and `_batched_lookups`,
+    and results come back by `_job_results`. Workers also read `epoch` and `_is_shut_down`, and set `_lacks_worker`.
 
-    A part of a job has at most `part_blocks`, of a store `store_part_blocks`. At most `stores_running_max` parts of
-    stores run at once; if it `finds_concurrency`, as many of these as the storage needs. The jobs' deadlines are by
-    `clock`.
+    A part of a load has at most `part_blocks` blocks, a part of a store `store_part_blocks`. At most
+    `stores_running_max` parts of stores run at once; with `finds_concurrency`, only as many as the storage needs.
+    Deadlines of jobs are times of `clock`.
     """
 
     is_nonblocking: ClassVar[bool] = True
@@ -87,10 +87,10 @@ class QueuedTier(SecondaryTierManager):
         self.name = self.tier_spec.name
         self.epoch = 0
         memory = self.tier_spec.memory
-        self._row_bytes = self.block_bytes if memory is None else 1
+        self._row_bytes = self.block_bytes if memory is None else 1  # in `memory`, block ids are offsets in bytes
         self._primary_flat = (primary_kv_view if memory is None else memory).cast("B")
         self._primary_flat_readonly = self._primary_flat.toreadonly()  # for stores
-        self._last_row = (len(self._primary_flat) - self.block_bytes) // self._row_bytes
+        self._last_row = (len(self._primary_flat) - self.block_bytes) // self._row_bytes  # the greatest block id
         self._clock = clock
         self._part_blocks = part_blocks
         self._store_part_blocks = store_part_blocks or part_blocks
@@ -104,12 +104,12 @@ class QueuedTier(SecondaryTierManager):
             self._put_probe, timeout_s=lookup_timeout_s, clock=clock, on_answered=self._on_finished
         )
         self._jobs_in_flight: dict[int, Job] = {}  # submitted and not yet reported
-        self._next_deadline = math.inf  # the earliest of the jobs in flight, or earlier
+        self._next_deadline = math.inf  # no job in flight has an earlier one
         self._job_results: deque[JobResult] = deque()  # workers append
         self._log_limit = LogLimit()
         self._failure_texts = FailureTexts()
         self._is_shut_down = False
-        self._lacks_worker = False  # one could not be started: the next step, or the others, try again
+        self._lacks_worker = False  # none could be started: the next step, or another worker, tries again
 
     @abstractmethod
     def _wake(self) -> None:
@@ -146,7 +146,7 @@ class QueuedTier(SecondaryTierManager):
         return self._batched_lookups.timeouts
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        if type(self).lookup is not QueuedTier.lookup:  # the author answers from memory
+        if type(self).lookup is not QueuedTier.lookup:  # the author's own `lookup` answers from memory
             return super().lookup_many(keys, req_context)
         return self._batched_lookups.lookup_many(keys, req_context)
 
@@ -205,11 +205,11 @@ class QueuedTier(SecondaryTierManager):
         self._primary_flat.release()
 
     def _expire(self, now: float) -> None:
-        """Cancel the parts of jobs past their deadline that have not started."""
+        """Of jobs past their deadline, cancel the parts that have not started."""
         next_deadline = math.inf
         for job in self._jobs_in_flight.values():
             if job.deadline > now:
-                if job.deadline < next_deadline:  # a third of the time of `min`
+                if job.deadline < next_deadline:  # takes a third of the time of `min`
                     next_deadline = job.deadline
             elif self._part_queue.drop_rest(job, Reason.EXPIRED):
                 self._report([job])
@@ -228,7 +228,7 @@ class QueuedTier(SecondaryTierManager):
 
     @property
     def probe_req_ids(self) -> Sequence[str]:
-        """For each key that this thread or task looks up, the request that asked for it first.
+        """For each key that this thread or task looks up, the id of the request that asked for it first.
 
         The keys of one request and KV cache group are in the order of the request's prefix, with rare exceptions.
         """
@@ -279,7 +279,7 @@ class QueuedTier(SecondaryTierManager):
         return probe
 
     def _has_rows(self, job: Job) -> bool:
-        """Return whether each block of a job has a row in the memory; in a load, one of its own. A worker's work."""
+        """Return whether each block of a job has a row in the memory; in a load, a row of its own. Workers call it."""
         block_ids = np.asarray(job.metadata.block_ids)
         rows: list[int] = block_ids.tolist()
         is_list = block_ids.shape == (len(job.keys),) and block_ids.dtype.kind in "iu"
@@ -305,9 +305,9 @@ class QueuedTier(SecondaryTierManager):
         return [flat[row * step : row * step + size] for row in rows]
 
     def _note_error(self, operation: str, error: BaseException) -> Reason:
-        """Return the reason for `error` in the counters, and log it, at a bounded rate for each kind.
+        """Return the reason that counts `error`, and log the error, at a bounded rate for each kind.
 
-        The log omits the text of the error but for a `TierError`: a client library may have put a password into it.
+        The log has the text of a `TierError` only: a client library may put a password into the text of its errors.
         """
         reason = failure_reason(error)
         kind = f"{operation} raised {type(error).__name__}"

@@ -1,8 +1,8 @@
 """The block record: the header before a block in a secondary tier's storage, and its verification.
 
-The tiers fs, redis and s3 call it, on the thread that stores or loads. Data is hostile until its checksum has been
-verified: bad bytes raise no exception, and no length in them is used to allocate memory. `docs/reference/formats.md`
-describes the record byte by byte.
+The tiers memory, fs, redis and s3 call it, on the thread that stores or loads. Data is hostile until its checksum has
+been verified: bad bytes raise no exception, and no length in them is used to allocate memory.
+`docs/reference/formats.md` describes the record byte by byte.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Bytes = bytes | bytearray | memoryview
 Allocate = Callable[[int], memoryview]  # returns a buffer of that many bytes, valid until the record has been written
 Name = TypeVar("Name", bound=Hashable)
 UNREADABLE_MAX: Final = 65_536
-"""Names that are kept, the latest ones; about 19 MB if each has 90 characters (by tracemalloc)."""
-UNREADABLE_S: Final = 300.0  # how long a name is kept. A block that is never stored again fails one load in this time.
+"""Names that `Unreadable` keeps, the newest ones; about 19 MB if each has 90 characters (by tracemalloc)."""
+UNREADABLE_S: Final = 300.0  # how long a name is kept; a block that stays unreadable fails one load in this time
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,8 @@ def encode_record(
 ) -> tuple[bytes, memoryview]:
     """Return a block's header and payload, to be written one after the other.
 
-    With `raw`, and if compression would not make the block shorter, the payload is `block` itself, not a copy.
+    A payload that is neither compressed nor encrypted is `block` itself, not a copy. A block that would not get shorter
+    is not compressed.
 
     `block` is one-dimensional; `room` allocates the buffer of an encrypted payload.
     """
@@ -154,8 +155,8 @@ def verify_record(
 ) -> RecordStatus:
     """Check a whole record without knowledge of its key. So the tag of an encrypted payload is not checked.
 
-    `record` is header and payload, one-dimensional; `block` a buffer to decompress into, None if the size of blocks is
-    unknown; `key_digest` is the digest of its key, if its name contains it.
+    `record` is the header and the payload, one-dimensional. `block` is a buffer to decompress into; None if the size of
+    blocks is unknown. `key_digest` is the digest of the block's key, if the record's name contains it.
     """
     give_way()
     payload = record[HEADER_BYTES:]
@@ -172,7 +173,7 @@ def verify_record(
 def _checked_header(
     header: Bytes, payload: Bytes, key_digest: bytes | None, block_bytes: int | None, namespace_digest: bytes
 ) -> RecordHeader | RecordStatus:
-    """Return the header of a sound record of this block, else the status of its fault. None stands for any key or
+    """Return the header of a sound record of this block, else the status of its fault. None accepts any key or any
     size."""
     parsed = read_header(header)
     if isinstance(parsed, RecordStatus):
@@ -209,14 +210,14 @@ class Unreadable(Generic[Name]):
 
     A record may need a codec or a key that this process lacks. Other processes may be able to read it, so a failed load
     does not delete it. A damaged record is deleted, but the storage may refuse that. If this process took such a record
-    for the block, each load of it would fail, and no store would replace it. So a tier with shared storage keeps their
-    names:
+    for the block, each load of it would fail, and no store would replace it. So a tier with shared storage keeps the
+    names of such records:
 
     - A load that finds an unreadable record, or cannot delete a damaged one, notes its name.
     - A lookup of a noted name is a miss.
     - A store replaces the record and forgets the name. A load that succeeds forgets it too.
 
-    A name stands for one place in the storage in one epoch. One that is dropped early costs one more failed load.
+    A name stands for one place in the storage in one epoch. A name that is dropped early costs one more failed load.
     `docs/how-to/encryption.md` describes a change of keys.
     """
 

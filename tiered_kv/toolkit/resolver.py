@@ -1,6 +1,6 @@
 """Connections to servers, with a deadline that includes the look-up of the name; and the words of their failures.
 
-The tiers redis and s3 call it on their workers. A look-up that hangs keeps one daemon thread, and its caller waits for
+The tiers redis and s3 call it on their workers. A look-up that hangs keeps one daemon thread; each caller waits until
 its own deadline at most.
 """
 
@@ -43,7 +43,7 @@ def addresses_of(host: str, port: int, timeout_s: float) -> Addresses:
 
 
 def connect(host: str, port: int, next_timeout_s: Callable[[], float]) -> socket.socket:
-    """Return a socket that is connected to the first address of a server that answers, or raise `OSError`. Any thread.
+    """Return a socket that is connected to a server's first address that answers, or raise `OSError`. Any thread.
 
     `next_timeout_s` returns how long the next step may take; it raises `TimeoutError` if no time is left.
     """
@@ -71,7 +71,7 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 
 def words_of(error: BaseException) -> str:
-    """Return the words of the operating system or of TLS in an exception and its causes, or the exception's own
+    """Return the first words of TLS or of the operating system in an exception and its causes; else the exception's own
     text."""
     for each in causes_of(error):
         if isinstance(each, ssl.SSLCertVerificationError):

@@ -25,9 +25,9 @@ from tiered_kv.toolkit.jobs import failure_reason
 SMALL_FILE_BYTES_MAX: Final = 1 << 20
 
 _SAFE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-"""O_NONBLOCK: to open a pipe in place of the file does not wait for its other end."""
-_IN_USE: Final = frozenset({errno.ENOENT, errno.EACCES, errno.EBUSY})
-_RENAME_S: Final = 0.5
+"""O_NONBLOCK: if a pipe is in place of the file, to open it does not wait for the pipe's other end."""
+_IN_USE: Final = frozenset({errno.ENOENT, errno.EACCES, errno.EBUSY})  # of a rename: others have the old file open
+_RENAME_S: Final = 0.5  # how long a rename is tried
 _RENAME_PAUSE_S: Final = 0.02
 _REMEDIES: Final = {
     errno.EROFS: "mount the file system so that it can be written; its errors are in the kernel's log",
@@ -49,7 +49,7 @@ _NOT_A_FILE: Final = frozenset({errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.EI
 def opened(path: str, flags: int, *, dir_fd: int | None = None) -> Iterator[int]:
     """Open a file, which must not be a symbolic link, and close it at the end. New files have mode 0600.
 
-    An error of a call on the descriptor names the file.
+    An `OSError` of a call on the descriptor gets the file's path.
     """
     fd = os.open(path, flags | _SAFE_FLAGS, FILE_MODE, dir_fd=dir_fd)
     try:
@@ -103,8 +103,8 @@ def replace_file(
 def put_in_place(temporary: str, path: str, *, dir_fd: int | None = None) -> None:
     """Rename a file to `path`, in place of a file there.
 
-    SMB refuses that with ENOENT while others have the older file open, which is removed once they close it (Linux 6.12
-    with Samba 4.22). So this is tried again for a moment.
+    While another process has the older file open, SMB refuses the rename with ENOENT, and removes the file once that
+    process closes it (Linux 6.12 with Samba 4.22). So the rename is tried again for a moment.
     """
     end_s = time.monotonic() + _RENAME_S
     while True:
@@ -126,7 +126,7 @@ def _exists(path: str, dir_fd: int | None) -> bool:
 
 
 def _link(temporary: str, path: str) -> bool:
-    """Return whether a file is in place, perhaps another process's. False without hard links (CIFS, FUSE)."""
+    """Return whether `path` now exists, perhaps by another process. False without hard links (CIFS, FUSE)."""
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -173,7 +173,7 @@ def rest_of(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 def has_name(name: str, fd: int, *, dir_fd: int | None = None) -> bool:
-    """Return whether an open file still has its name in a directory, or its path: it may be deleted or moved."""
+    """Return whether an open file still has this name or path: it may have been deleted or moved."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=dir_fd, follow_symlinks=False), os.fstat(fd))
     except OSError as error:
@@ -185,8 +185,8 @@ def has_name(name: str, fd: int, *, dir_fd: int | None = None) -> bool:
 def names_in(fd: int) -> list[str]:
     """Return the names in an open directory as they are now.
 
-    It is opened anew. btrfs shows a descriptor the entries of when it was opened, or last read to its end (Linux 6.18),
-    and `os.listdir` of one moves an offset that threads share.
+    The directory is opened anew. On btrfs, a descriptor shows the entries from when it was opened, or was last read to
+    its end (Linux 6.18). And `os.listdir` of a descriptor moves an offset that threads share.
     """
     with opened(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd) as again:
         return os.listdir(again)
@@ -201,13 +201,13 @@ def remove(path: str, *, dir_fd: int | None = None) -> bool:
 
 
 def words_of(error: OSError) -> str:
-    """Return the system's words for an error, with its name, and without a path."""
+    """Return the system's words for an error, with the name of its number, and without a path."""
     name = errno.errorcode.get(error.errno or 0)
     return f"{error.strerror or error}{f' ({name})' if name else ''}"
 
 
 def told(error: BaseException, place: str = "") -> str:
-    """Return an error for people: the system's words, and the path unless it is `place`; no descriptor's number."""
+    """Return an error as a text: the system's words, and the path unless it is `place`; no descriptor's number."""
     if not isinstance(error, OSError):
         return str(error) or type(error).__name__
     path = error.filename if isinstance(error.filename, str) and error.filename != place else ""
@@ -215,7 +215,7 @@ def told(error: BaseException, place: str = "") -> str:
 
 
 def remedy_for(error: OSError) -> str:
-    """Return the remedy of an error, to be added to its words; empty if that is not known."""
+    """Return the remedy of an error, to be added to its words; empty if none is known."""
     remedy = _REMEDIES.get(error.errno or 0, "")
     return remedy and f"; {remedy}"
 
@@ -234,13 +234,13 @@ def as_text(fields: Mapping[str, object]) -> bytes:
 
 
 LOOKING: Final = "looking for blocks"
-"""The operation of lookups."""
+"""The name of the operation of lookups; see `FirstFailures.note`."""
 
 
 class FirstFailures:
-    """Logs failures in a place, with the system's own words; each operation and error number at a bounded rate.
+    """Logs failures of file operations in the system's words; each operation and error number at a bounded rate.
 
-    Any thread may call. `texts` has the newest failures by `reason_of`.
+    Any thread may call. `place` is the path for errors without one. `texts` has the newest failure of each reason.
     """
 
     def __init__(self, log: logging.Logger, place: str, reason_of: Callable[[OSError], str] = failure_reason) -> None:
@@ -250,7 +250,7 @@ class FirstFailures:
         self.texts = FailureTexts()
         self._limit = LogLimit()
         self.newest = ""
-        """The newest failure with its path, for people, until its owner clears it."""
+        """The newest failure with its path, for people, until the owner of this object clears it."""
 
     def note(self, operation: str, error: OSError) -> None:
         where = error.filename if isinstance(error.filename, str) else self._place

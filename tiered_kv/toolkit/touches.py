@@ -1,7 +1,7 @@
-"""Touched blocks, which a background thread notes in a storage: for tiers with storage that evicts by use, or by age.
+"""Touched blocks, which a background thread notes in a storage that evicts by use, or by age.
 
-A tier calls `note` from its `touch`, on the scheduler's thread, which calls all methods but `set_interval` and does no
-I/O. Each block is noted at most once in half an interval, and keys that wait have a limit.
+A tier calls `note` from its `touch`. The scheduler's thread calls all methods but `set_interval`, without I/O. Each
+block is noted at most once in half an interval, and a limited number of calls of `note` waits.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from tiered_kv.system.threads import BackgroundTask, give_way
 
 WRITTEN_AT_ONCE: Final = 256  # keys in one call of `write`
 WAITING_MAX: Final = 64  # calls of `note` that wait; while the storage hangs, the oldest are dropped
-KNOWN_MAX: Final = 1 << 15  # keys in each of two generations
-ABSENT_MAX: Final = 4096
+KNOWN_MAX: Final = 1 << 15  # keys in `_young`, about; as many in `_old`
+ABSENT_MAX: Final = 4096  # keys that wait for `take_absent`
 PAUSE_S: Final = 1.0  # between two runs of the background thread, at least
 
 
 class Touches:
     """Notes each touched block at most once in half of `interval_s`, and once in `interval_s` while it is used.
 
-    `write` is called with some blocks on the thread `name`, may do I/O, and returns the ones that the storage lacks.
-    Its `OSError`s and errors of this project are ignored: the next use tries again. After `stop` it is not called any
-    more.
+    The thread `name` (or `set_interval`) calls `write` with some blocks. `write` may do I/O. It returns the blocks that
+    the storage lacks. Its `OSError`s and errors of this project are ignored: the next use tries again. After `stop`,
+    `write` is not called any more.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Touches:
         self._interval_s = interval_s
         self._begun_s = time.monotonic()
         self._asked_s = -math.inf  # when the thread was asked to write last
-        self._young: set[OffloadKey] = set()
-        self._old: set[OffloadKey] = set()
+        self._young: set[OffloadKey] = set()  # noted since `_begun_s`
+        self._old: set[OffloadKey] = set()  # noted in the time before
         self._waiting: deque[list[OffloadKey]] = deque(maxlen=WAITING_MAX)
         self._absent: deque[OffloadKey] = deque(maxlen=ABSENT_MAX)
         self._is_stopped = False
@@ -77,7 +77,7 @@ class Touches:
         self._young, self._old = set(), set()
 
     def set_interval(self, interval_s: float) -> None:
-        """Change the interval. If it is much shorter now, the last blocks are noted at once, by this thread."""
+        """Change the interval. If it is much shorter now, the calling thread writes the last noted blocks."""
         is_shorter = interval_s < self._interval_s / 2
         self._interval_s = interval_s
         if is_shorter:

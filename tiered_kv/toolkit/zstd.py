@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 _LEVEL: Final = 1
 """Higher levels gain nothing on KV blocks, whose mantissas are noise, and take up to three times as long."""
 _FEW_VALUES_HASH_LOG: Final = 7
-"""Where bytes have few values, short sequences repeat by chance. To encode these takes more bytes than to encode each
-value by its frequency, and three times as long. With a table of 128 places, few of them are found."""
-_SHORT_BYTES: Final = 16 << 10
+"""For bytes with few values. Their short sequences repeat by chance. To encode repetitions takes more bytes than to
+encode each value by its frequency, and three times as long. With a table of 128 places, zstd finds few repetitions."""
+_SHORT_BYTES: Final = 16 << 10  # the longest plane that counts as short
 _SHORT_HASH_LOG: Final = 9
-"""The same for shorter planes, of a few rows: such sequences are few there, and whole rows may repeat."""
+"""The same for short planes, of a few rows: repetitions by chance are few there, and whole rows may repeat."""
 _SAMPLE_BYTES: Final = 64
 _FEW_VALUES: Final = 22
-"""Of a sample. The upper bytes of real bfloat16 keys and values have 8 to 14, the bytes of other data types 30 or
-more."""
+"""A plane has few values if its sample has fewer than this. Samples of the upper bytes of real bfloat16 keys and values
+have 8 to 14, of other data types 30 or more."""
 _NOISE_VALUES: Final = 48
-"""Of a sample. It has 57 in the mean where all values are equally frequent, as in the lower bytes of bfloat16."""
+"""A plane looks like noise if its sample has as many values. A sample has 57 in the mean if all values are equally
+frequent, as in the lower bytes of bfloat16."""
 _NOISE_PLANES: Final = 15
-"""How many planes that look like noise are stored as they are, after one that did not become smaller. To find out takes
-a seventh of a block's time."""
-_RAW_FRAME: Final = 0xFD2FB528.to_bytes(4, "little") + b"\xa0"  # its number, and: a content size of four bytes follows
+"""After a plane that did not become smaller, so many planes that look like noise are stored as they are. To try takes a
+seventh of a block's time."""
+_RAW_FRAME: Final = 0xFD2FB528.to_bytes(4, "little") + b"\xa0"  # magic number; "four bytes of content size follow"
 _RAW_PART_BYTES: Final = 1 << 17
 _WINDOW_BYTES_MIN: Final = 1 << 20
 _FRAME_LENGTH_BYTES: Final = 4
@@ -44,7 +45,7 @@ Plane = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class _Contexts(threading.local):
-    """The library's contexts of each calling thread, which take longer to make than a small block to compress."""
+    """The library's contexts of each calling thread. To make them takes longer than to compress a small block."""
 
     def __init__(self, zstandard: ModuleType) -> None:
         parameters = zstandard.ZstdCompressionParameters.from_level
@@ -53,7 +54,7 @@ class _Contexts(threading.local):
         self.for_few_values_of_short_planes = zstandard.ZstdCompressor(compression_params=short)
         self.for_many_values = zstandard.ZstdCompressor(level=_LEVEL)
         self.noise_left = 0
-        """How many planes that look like noise are not compressed."""
+        """How many of the next planes that look like noise are not compressed."""
         self._zstandard = zstandard
         self._window_bytes = 0
 
@@ -63,7 +64,8 @@ class _Contexts(threading.local):
         return self.for_few_values if len(plane) > _SHORT_BYTES else self.for_few_values_of_short_planes
 
     def decompressor(self, plane_bytes: int) -> ZstdDecompressor:
-        """Return a decompressor whose window is at most a plane, or 1 MiB. All blocks of a tier have one size."""
+        """Return a decompressor whose window is at most a plane, or 1 MiB if that is more. A tier has one size of
+        blocks."""
         window_bytes = max(_WINDOW_BYTES_MIN, plane_bytes)
         if window_bytes != self._window_bytes:
             self._decompressor: ZstdDecompressor = self._zstandard.ZstdDecompressor(max_window_size=window_bytes)
@@ -127,7 +129,7 @@ class Zstd:
 
 
 def _every_other(block: memoryview) -> Plane:
-    """Return the bytes at even offsets. To cut 16-bit words is faster than to take every second byte."""
+    """Return the bytes at even offsets. To truncate 16-bit words is faster than to take every second byte."""
     pairs = len(block) // 2
     plane = np.empty(len(block) - pairs, dtype=np.uint8)
     plane[:pairs] = np.frombuffer(block, dtype="<u2", count=pairs)
@@ -161,6 +163,6 @@ def _raw_frame(plane: Plane) -> list[bytes | memoryview]:
 
 
 def _values(plane: Plane) -> int:
-    """Return how many values a sample of a plane has. It tells data types apart, which a codec does not know."""
+    """Return how many values a sample of a plane has. The number tells data types apart: a codec is told none."""
     step = len(plane) // _SAMPLE_BYTES | 1  # odd, to sample all channels
     return len(set(plane[::step].tobytes()))

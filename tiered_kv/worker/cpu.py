@@ -36,7 +36,7 @@ class CpuCopier:
     def submit(self, plan: CopyPlan) -> CpuCopy:
         try:
             return CpuCopy(self._threads.submit(copy_runs, plan))
-        except ResourceError:  # no thread: the engine's copies, which takes no longer (see above)
+        except ResourceError:  # no thread: the engine's thread copies, which delays it no longer
             copied: Future[float] = Future()
             copied.set_result(copy_runs(plan))
             return CpuCopy(copied)

@@ -2,7 +2,7 @@
 
 A handler of `handlers.py` submits plans, on the engine's thread, and asks for their ends. A direction's jobs run in the
 order of their submission, on a side stream of their own, in parallel with the model's work. A job has ended
-when the event behind its copies has.
+when the event after its copies has occurred.
 
 If the driver has cuMemcpyBatchAsync (CUDA 12.8), one call copies all runs of a job. Otherwise each run is a call. torch
 owns streams and events. The driver is called directly, because torch has no batched copy. A kernel copies short runs
@@ -38,7 +38,7 @@ class Kernel(Protocol):
     """Copies short runs in the place of the driver."""
 
     def copy(self, plan: CopyPlan, stream: Any) -> None:  # Any: torch.cuda.Stream
-        """Submit all runs of a plan, at least one, to a stream; any exception means that none will be copied."""
+        """Submit all runs of a plan, at least one, to a stream. Any exception means that no run will be copied."""
 
 
 class CudaCopier:
@@ -105,10 +105,10 @@ class CudaCopier:
 
 
 class CudaCopy:
-    """A plan on the side stream, between two events, which go back to `events` when it has been collected.
+    """A plan on the side stream, between two events. `seconds` gives the events back to `events`.
 
-    If the driver did not take all runs (`has_begun`), some may still be copied: the end is awaited nevertheless. The
-    plans are kept until then, in case the driver reads their arrays late.
+    If the driver did not take all runs (`has_begun` is False), it may still copy some: the end is awaited nevertheless.
+    The plans are kept until then, in case the driver reads their arrays late.
     """
 
     def __init__(self, begin: Any, end: Any, has_begun: bool, plans: object, events: list[Any]) -> None:

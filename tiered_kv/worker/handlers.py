@@ -1,4 +1,4 @@
-"""The handlers of a worker: one copies from the device to the region, one back; both also between places of CPU memory.
+"""The handlers of a worker: one copies from the device to the region, the other back. The device may be the CPU.
 
 The engine's worker process calls them on its own thread: it submits transfers, and asks which have ended. A transfer
 touches only the rows and pages of its plan, each transfer is reported once, and after `shutdown` no copy runs.
@@ -41,7 +41,7 @@ class WorkerHandlers:
         yield CPULoadStoreSpec, GPULoadStoreSpec, self.load
 
     def shutdown(self) -> None:
-        """Shut both down, the second also where the first fails."""
+        """Shut both handlers down; the second also if the first fails."""
         try:
             self.store.shutdown()
         finally:
@@ -84,7 +84,7 @@ def open_handlers(
     if device.type == "cuda":
         import torch
 
-        with torch.cuda.device(device):  # another device than the thread's: CUDA would create a second context
+        with torch.cuda.device(device):  # else CUDA would create a second context on the thread's device
             region.pin()
             kernels = choose_kernels(device, layout, region.array.ctypes.data)
     memory = (kv_caches, region.array)
@@ -106,10 +106,11 @@ def open_handlers(
 
 
 class CopyHandler(OffloadingHandler):
-    """One direction. All methods belong to one thread.
+    """The copies of one direction. One thread calls all methods.
 
-    The copier executes plans one after the other. The handler closes it, which waits for the plan that runs, and drops
-    the others. It keeps `memory` until then, so that the layout's addresses stay valid.
+    The copier executes plans one after the other. At its end the handler closes the copier: a `CudaCopier` waits for
+    all plans, a `CpuCopier` for the running plan, and drops the others. Until then the handler keeps `memory`, so that
+    the layout's addresses stay valid.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class CopyHandler(OffloadingHandler):
         # Called by `shutdown`, or when the handler is collected: copies must not outlive their memory.
         self._end = weakref.finalize(self, _end_copies, copier, memory)
         self._transfers: dict[int, tuple[CudaCopy | CpuCopy, int]] = {}
-        """The unreported transfers and their bytes, by their jobs, in the order of their submission."""
+        """The unreported transfers and their bytes, by job id, in the order of their submission."""
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         if not self._end.alive:

@@ -19,10 +19,10 @@ PROGRAMS = 4
 WARPS = 16
 PIECE_BYTES = 4 << 10
 PIECES = 8
-"""The bytes that a program copies at once: all together 128 KiB, about as much as the bus moves in its latency of 2 us.
+"""Pieces that a program copies at once. All programs together copy 128 KiB, about what the bus moves in its latency.
 
-The fewest that are fast: on an H200, four programs copied pages of 8 and 16 KiB at 52 and 51 of 55 GB/s, and more of
-them only slowed a matrix product down (beside stores, 1.2 times as long with four programs, 2.3 with 16).
+These are the fewest programs that are fast. On an H200, four programs copied pages of 8 and 16 KiB at 52 and 51 of
+55 GB/s. More programs only slowed a matrix product beside stores: it took 1.2 times as long with 4, 2.3 times with 16.
 """
 _PIECES_MAX = 1 << 30
 
@@ -48,8 +48,9 @@ def launch(
         runs: int64 of shape (3, runs), contiguous, on the device: sources, destinations, and lengths in bytes.
         max_bytes: The longest run's length, at least 1 and below 2 GiB.
         word_bytes: 1, 2, 4, 8 or 16; it divides all addresses and lengths.
-        programs, warps, piece_bytes, pieces: How many programs copy, each with how many warps, and what it copies at
-            once: pieces of so many bytes, powers of two. A piece has fewer bytes if `word_bytes` is less than 4.
+        programs, warps: How many programs copy, and the warps of each.
+        piece_bytes, pieces: A program copies `pieces` pieces of `piece_bytes` at once. Both are powers of two. A piece
+            has fewer bytes if `word_bytes` is less than 4.
 
     Raises:
         ValueError: There are too many pieces.

@@ -14,12 +14,12 @@ is refused: the pages would hold another block's bytes. Bytes of a part that a g
 
 With pipeline stages a worker may have no layer of a group, and so no ref. It copies nothing for that group.
 
-A ref may have a mapping to a canonical page, with bytes that do not depend on the number of workers. Then all workers
-have one part, its pages are canonical, and a worker copies the pieces that it has. If several workers have the same
-piece, the first stores it.
+A ref may have a mapping to a canonical page, whose bytes do not depend on the number of workers. Then all workers share
+one part of canonical pages, and each worker copies the pieces that it has. If several workers have the same piece, the
+first stores it.
 
-Integers only: nothing here reads memory or knows a device. The work for a job is a few array operations, whatever the
-number of its blocks.
+The handlers call it, on the thread of an engine's worker. It computes addresses, and reads no memory. A plan touches
+only rows and pages of its spec. The work for a job is a few array operations, whatever the number of its blocks.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 PIECE = np.dtype(
     [
-        ("address", np.int64),  # in device block 0
+        ("address", np.int64),  # of the piece in device block 0
         ("stride", np.int64),  # bytes from a device block to the next
         ("bytes", np.int64),
-        ("row_offset", np.int64),  # of the first page's piece in the worker's part of a row
-        ("row_stride", np.int64),  # bytes from it to that of the next page of the row
+        ("row_offset", np.int64),  # in bytes, of the first page's piece in the worker's part of a row
+        ("row_stride", np.int64),  # bytes from it to the same piece of the row's next page
         ("is_stored", np.bool_),  # whether this worker stores it
     ],
     align=True,
@@ -67,8 +67,8 @@ class GroupLayout:
     """One KV cache group.
 
     Args:
-        pieces: Of `PIECE`, of shape (pieces, 1), ready to be broadcast over blocks.
-        num_blocks: Device blocks that all of the refs have; without refs, the number that all tensors have.
+        pieces: An array of `PIECE` of shape (pieces, 1), ready to be broadcast over blocks.
+        num_blocks: The fewest device blocks of the refs' tensors; without refs, of all tensors.
     """
 
     pieces: np.ndarray[Any, np.dtype[np.void]]
@@ -77,7 +77,7 @@ class GroupLayout:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Both sides of a worker's copies; `part_address` is that of the worker's part of row 0."""
+    """Both sides of a worker's copies; `part_address` is the address of the worker's part of row 0."""
 
     groups: tuple[GroupLayout, ...]
     block_size_factor: int
@@ -145,7 +145,7 @@ def device_of(kv_caches: CanonicalKVCaches) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A tensor as rows, one for each block."""
+    """A tensor as rows, one for each device block."""
 
     address: int
     row_bytes: int
@@ -207,12 +207,12 @@ def _lay_out_group(
 
 
 def offloaded_bytes(ref: CanonicalKVCacheRef) -> int:
-    """Return the bytes that a ref has of a device block in a row."""
+    """Return how many bytes a ref's page has in a row, for one device block."""
     return ref.page_size_bytes if ref.mapping is None else ref.mapping.canonical_page_size_bytes
 
 
 def _pieces_of(ref: CanonicalKVCacheRef) -> Iterator[tuple[int, int, int]]:
-    """Yield of each piece its offset in the worker's page, its offset in the offloaded page, and its bytes."""
+    """Yield each piece's offset in the worker's page, its offset in the offloaded page, and its bytes."""
     if ref.mapping is None:
         yield 0, 0, ref.page_size_bytes
         return
@@ -252,7 +252,7 @@ def plan_transfer(layout: BlockLayout, kind: TransferType, spec: TransferSpec) -
         spec: Source and destination. The device's spec has `block_ids`, `group_sizes` (None for one group) and
             `block_indices` (None where each group begins an offloaded block); the region's has `block_ids`, one for
             each offloaded block that is touched, group by group. A load may read parts of its first and last row. A
-            store writes whole rows: the row would keep bytes of its former block there.
+            store writes whole rows: a part that it left out would keep bytes of the row's former block.
 
     Raises:
         TypeError, ValueError: An argument is no spec, the specs do not fit each other or the layout, or a store
@@ -296,8 +296,8 @@ def _runs_of_group(
     """Return device addresses, region addresses and lengths of the runs that make up blocks of one group."""
     pages = np.arange(skip, skip + len(device_ids), dtype=np.int64)
     rows, pages_in_row = row_ids[pages // layout.block_size_factor], pages % layout.block_size_factor
-    # Of shape (pieces, blocks), so that a ref's pages follow each other. Neighbours in memory belong to one
-    # allocation only within a tensor.
+    # Of shape (pieces, blocks), so that a ref's pages follow each other. Pages of two tensors are never joined: they
+    # may belong to two allocations.
     piece = group.pieces
     device = piece["address"] + device_ids * piece["stride"]
     parts = layout.part_address + rows * layout.row_bytes
@@ -320,7 +320,7 @@ def _ids_of(spec: object, what: str) -> Int64Array:
 
 
 def _groups_of(spec: object, num_ids: int, num_groups: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return how many device blocks each group has, and the index in the request of each group's first."""
+    """Return how many device blocks each group has, and the index of each group's first one in the request."""
     sizes = getattr(spec, "group_sizes", None)
     sizes = [num_ids] if sizes is None else [int(size) for size in sizes]
     firsts = getattr(spec, "block_indices", None)

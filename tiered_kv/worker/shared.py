@@ -59,10 +59,10 @@ class SharedStack:
             the scheduler alone.
         name: A file name that belongs to this run of the engine; by default the stack's `primary.shared`.
         bytes_per_worker: Bytes of an offloaded block that this worker stores, for all layers. In the scheduler: the
-            largest of all workers. A block has room for as much from each.
+            largest number of all workers. Each part of a block has room for this number.
         num_workers: Workers that hold parts of each block, as with tensor parallelism.
         num_parts: Parts of a block: one for each worker by default, or 1, which all workers share. Then the engine
-            lets one worker store each byte of it, and all load.
+            lets one worker store each byte of the part, and all workers load it.
         block_size_factor: GPU blocks in an offloaded block.
 
     Raises:
@@ -103,7 +103,7 @@ class SharedStack:
     def open_engine_stack(self, *, enable_events: bool = False, file: SharedFile | None = None) -> EngineStack:
         """Open the scheduler's side: the manager, and the secondary tiers. Close it with `EngineStack.close`.
 
-        A process that has joined the shared `file` already gives it. The stack owns it from now on.
+        If the process has joined the shared `file` already, it passes the file, which the stack then owns.
 
         Raises:
             ConfigError, TierError: See `open_engine_stack`; or the memory is in use by another run.
@@ -187,7 +187,7 @@ class SharedRegion(PrimaryRegion):
     """A region that several processes map. Made by `join`; one thread calls.
 
     The first process to map it sizes the file and writes its header. The others compare the header and map it. The last
-    one removes its name. From then on the kernel frees the memory with the last mapping, even if processes are killed.
+    one removes the file's name. From then on the kernel frees the memory with the last mapping, even after a kill.
     """
 
     _file: SharedFile | None = None
@@ -242,7 +242,7 @@ class SharedRegion(PrimaryRegion):
         return [] if self._file is None else self._file.missing_parties()
 
     def unlink(self) -> None:
-        """Leave, if not all have joined yet. The last one to leave removes the name. Otherwise do nothing."""
+        """Leave the parties, if not all have joined yet; else do nothing. The last party to leave removes the name."""
         if self._file is not None:
             self._file.leave()
 
@@ -257,7 +257,7 @@ class TieredOffloadingSpec(OffloadingSpec):
             path, a mapping or a `StackConfig`. `kv_transfer_config.engine_id` names this run of the engine; without
             it, the stack's `primary.shared` does. `parallel_config.world_size` is the number of workers, and
             `parallel_config.rank` which of them this process is.
-        kv_cache_config: Likewise, with `num_blocks`, and `kv_cache_tensors` that have a `size` in bytes each.
+        kv_cache_config: As for `OffloadingSpec`, with `num_blocks`, and `kv_cache_tensors` with a `size` in bytes each.
 
     Attributes:
         shared: The stack, for an engine that needs more than the interface offers.

@@ -1,7 +1,7 @@
 """The file that the processes of one engine share. It shows which of them have joined, and has a note of each.
 
-`SharedStack` and vLLM's spec join it, each process on the thread that opens. No process maps a region that another run
-uses.
+`SharedStack` and vLLM's spec join it, each process on the thread that opens its side. No process maps a region that
+another run uses.
 
 The processes are called parties. The file has a name only until all parties have joined. Until then:
 
@@ -32,13 +32,13 @@ from tiered_kv.system.file_systems import is_held
 from tiered_kv.system.permissions import FILE_MODE, NotPrivateError, check_file
 
 JOIN_TIMEOUT_S = 300.0
-"""How long a party waits for the exclusive lock, or for a note. The first to map the rows clears them meanwhile."""
+"""How long a party waits for the exclusive lock, or for a note. The first party to map rows clears them meanwhile."""
 NOTE_BYTES = 4096
 """Bytes of each party's note, at most."""
 
 _PARTIES_MAX = (ROWS_OFFSET - HEADER_BYTES) // NOTE_BYTES
 _EXCLUSIVE_BYTE = 1 << 40
-_COMPLETE_MODE = 0o400
+_COMPLETE_MODE = 0o400  # the mark
 _FLOCK = "hhqqi0q"
 """struct flock of fcntl(2): type, whence, start, length, pid."""
 _POLL_S = 0.005
@@ -157,7 +157,7 @@ class SharedFile:
         return stat.S_IMODE(os.fstat(self.fd).st_mode) == _COMPLETE_MODE
 
     def _others(self) -> list[str]:
-        """Return the other parties that have joined: one's own lock is no obstacle to oneself, and does not show."""
+        """Return the other parties that have joined. This party's own lock is no conflict, and does not show."""
         return [party for index, party in enumerate(self.parties) if _is_locked(self.fd, index)]
 
     def _missing(self) -> list[str]:

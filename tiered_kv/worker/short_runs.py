@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _CUDA_SUCCESS = 0
 _WORD_BYTES_MAX = 16
 _GAIN_MIN = 1.1
-"""The driver's time over the kernel's from which the kernel is worth its multiprocessors."""
+"""The driver's time, as a multiple of the kernel's, from which the kernel is worth its multiprocessors."""
 _SAMPLE_BYTES = 8 << 20
 _SAMPLE_PAGES_MAX = 512
 _ROUNDS = 4
@@ -41,10 +41,10 @@ class KernelCopies:
 
     Args:
         device: The CUDA device.
-        word_bytes: 1, 2, 4, 8 or 16; divides all addresses and lengths. The kernel is compiled once for each.
+        word_bytes: 1, 2, 4, 8 or 16; divides all addresses and lengths. The kernel is compiled once for each value.
 
     Raises:
-        ImportError: Triton is not there.
+        ImportError: Triton is not installed.
         ValueError: Triton interprets kernels, and does not compile them.
     """
 
@@ -73,7 +73,7 @@ class KernelCopies:
 
 
 def even_out(plan: CopyPlan) -> CopyPlan:
-    """Return a plan of the same copies, at most twice as many, in which no run is much longer than the mean.
+    """Return a plan that copies the same bytes, by at most twice as many runs, none much longer than the mean.
 
     The kernel spends on each run as much as on the longest. Longer runs are cut into parts of whole words.
     """
@@ -99,10 +99,10 @@ def choose_kernels(
 ) -> dict[TransferType, Kernel]:
     """Return the kernel for each direction in which it copies short runs faster than the driver.
 
-    Called on the device. Nothing that fails here is an error: the driver copies everything then.
+    The device is the thread's current one. A failure here is no error: the driver then copies all runs.
 
     Args:
-        region_address: Where the region begins, which is pinned.
+        region_address: The address of the region, which is pinned.
         open_kernel, measure, driver: The parts that tests replace.
     """
     pages = np.concatenate([group.pieces["bytes"].ravel() for group in layout.groups])
@@ -141,7 +141,7 @@ def word_bytes_of(layout: BlockLayout) -> int:
 
 
 def measure_both(device: torch.device, page_bytes: int, kernel: Kernel) -> Seconds:
-    """Return the least times of both ways for scattered pages, a few MiB, in memory of its own.
+    """Return the least times of the driver and the kernel, for a few MiB of scattered pages in memory of its own.
 
     Raises:
         ValueError: The kernel copies wrong bytes.
