@@ -105,9 +105,9 @@ class FaultProxy:
     def counts(self) -> Mapping[str, int]:
         """Return the counts of events.
 
-        They are `connections`, `server_refused`, `bytes_to_server` and `bytes_to_client` (delivered), `stalled`, `cut`,
-        `flipped` (once for each connection and setting), `reset`, `half_closed` (once for each connection), and
-        `broken`: one end reset the connection.
+        They are `connections`, `server_refused`, `bytes_to_server`, `bytes_to_client`, `stalled`, `cut`, `flipped`,
+        `reset`, `half_closed`, and `broken`: one end reset the connection. Bytes count when they are delivered. A flip
+        counts once for each connection and setting, a half-close once for each connection.
         """
         return dict(self._counts)
 

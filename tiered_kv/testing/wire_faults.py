@@ -1,4 +1,4 @@
-"""Checks of a tier whose server is behind a bad network, as a pytest class that a tier's author subclasses.
+"""Checks of a tier with its server behind a bad network, as a pytest class that a tier's author subclasses.
 
     class TestMyTierUnderWireFaults(TierUnderWireFaults):
         @pytest.fixture

@@ -3,7 +3,7 @@
 An engine's scheduler calls `manager.TieringOffloadingManager`, on one thread, which owns the objects of this package.
 No call does I/O, and none but `drain_jobs` and `shutdown` waits. Only `audit`, `isolation`, `late`, `lookups` and
 `outages` also run code on other threads. What must stay true: a lookup answers True only for a block that the primary
-tier has whole, each wait of a request has a limit, and a tier that fails or hangs costs only its own hits.
+tier has whole. Each wait of a request has a limit. A tier that fails or hangs costs only its own hits.
 
 base          the contract of a secondary tier: jobs, results, lookups
 interface     the contract of a manager, for engines and programs

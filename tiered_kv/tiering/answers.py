@@ -2,7 +2,7 @@
 
 All users of a tier in this package call these functions, each on its own thread, before a value reaches the engine.
 Each function returns a value of the right type, or raises `WrongValueError`. No value is converted by its truth: the
-text "no" is true, and so is the coroutine of a method that was made `async` by mistake.
+text "no" is true, and so is the coroutine of an `async` method.
 """
 
 from __future__ import annotations

@@ -157,8 +157,9 @@ class SecondaryTierManager(ABC):
     """One storage tier behind the primary tier.
 
     One thread calls every method but `stats`, `describe` and `has_saved_reset`. If `is_nonblocking` is True, this is
-    the scheduler's thread: each call must return within microseconds and do no I/O, as with the base classes of
-    `tiered_kv.toolkit`. If it is False, the tier gets its own thread, and a slow call costs hits but no scheduler time.
+    the scheduler's thread: each call must return within microseconds and do no I/O. The base classes of
+    `tiered_kv.toolkit` do so. If it is False, the tier gets its own thread, and a slow call costs hits but no scheduler
+    time.
 
     An exception, or a value of a wrong type, is a miss or a failed job, and is counted. If `submit_store` or
     `submit_load` raises, the tier must not touch the job's rows, and must not report the job.

@@ -1,7 +1,7 @@
 """The calls of an engine's scheduler in its steps: lookups, stores, loads, requests, and a step's end.
 
 `TieringOffloadingManager` adds the calls outside of steps. All calls belong to one thread, the scheduler's. What must
-stay true: no call waits or does I/O, and a lookup answers True only for a block that is whole in the primary tier.
+stay true: no call waits or does I/O. A lookup answers True only for a block that is whole in the primary tier.
 `PrimaryRows` owns rows, pins and evictions, and `RequestTable` owns the states of requests.
 """
 
@@ -357,6 +357,7 @@ class EngineCalls(CacheManager):
         return self.primary.backend.num_blocks
 
     def _promotions_max(self, rows: int) -> int:
+        """Return how many blocks promotions may take while `rows` rows can be used: by default half of these."""
         share = max(rows // 2, 1)
         most = self.limits.promotion_blocks_max or share
         return most if rows == self.num_rows else min(most, share)

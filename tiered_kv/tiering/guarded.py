@@ -48,10 +48,10 @@ class JobOwner(Protocol):
     """The object that submitted a job. `GuardedTier.poll` reports the job's end to it."""
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
-        """Process a job that the tier has reported; also one that has expired before; then the result is ignored."""
+        """Process a job that the tier has reported. If the job had expired before, ignore the result."""
 
     def expired(self, job: SubmittedJob) -> None:
-        """Process a job at its deadline. Its blocks are in quarantine until `ended`."""
+        """Process a job at its deadline. Its rows are in quarantine until `ended`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +66,7 @@ class SubmittedJob:
     blocks: Sequence[CPUBlock]
     owner: JobOwner
     blocks_in_flight: int
-    """Blocks that the tier moves until it has done this job, if it serves jobs in their order."""
+    """For a load: blocks that the tier moves up to the load's end, if it serves jobs in order; 0 for a store."""
     is_expired: bool = False
 
     def loaded_keys(self, result: JobResult) -> frozenset[OffloadKey]:
@@ -77,7 +77,7 @@ class SubmittedJob:
 class GuardedTier:
     """Submits jobs to one tier within its budgets, and processes their results.
 
-    A tier that never reports a job takes its budgets and no more. A tier that may block gets a thread (`IsolatedTier`).
+    A tier that never reports a job fills its own budgets only. A tier that may block gets a thread (`IsolatedTier`).
 
     Args:
         budget_bytes: Default of `load_budget` and of `store_budget`.
@@ -117,7 +117,7 @@ class GuardedTier:
         self._outages = Outages(settings, self.account, partial(self.call, "explain_failure"))
         if isinstance(self.tier, IsolatedTier):
             self.tier.note_exception = self.account.note_exception
-        self.jobs: dict[JobId, SubmittedJob] = {}
+        self.jobs: dict[JobId, SubmittedJob] = {}  # not reported yet; expired jobs too
         self.lacking: dict[OffloadKey, None] = {}
         """The last blocks that the tier refused or failed to store, at most `lacking_max`; the oldest first."""
         self.lacking_max = 0
@@ -127,12 +127,12 @@ class GuardedTier:
         self.stores = Budget(blocks_of(settings.store_budget, budget_bytes, block_bytes))
         self._clock = clock
         self.block_bytes = block_bytes
-        self._lookup_failures = 0
-        self._relocated_blocks = 0
+        self._lookup_failures = 0  # the tier's own count, at the last call
+        self._relocated_blocks = 0  # the same
         self._counts_failures = self.overrides("lookup_failures")
         self._expects_requests = self.overrides("on_new_request")
         self._has_clock = self.admission.has_clock
-        # All jobs have the same timeout, so the order of submission is the order of deadlines.
+        # Jobs before their deadline. All have the same timeout, so the order of submission is the order of deadlines.
         self._unexpired: dict[JobId, SubmittedJob] = {}
 
     @property
@@ -156,7 +156,7 @@ class GuardedTier:
         return 0 if self.refusal() else self.loads.room
 
     def blocks_before_load(self, blocks: int) -> int:
-        """Return how many other blocks the tier moves before it has loaded `blocks`: loads, and as many of stores."""
+        """Return how many other blocks a tier moves during a load of `blocks`: loads, and at most as many stores."""
         loads = self.loads.blocks + blocks
         return self.loads.blocks + min(self.stores.blocks, loads)
 
@@ -217,11 +217,11 @@ class GuardedTier:
         return job
 
     def overrides(self, method: str) -> bool:
-        """Return whether the tier has a method, or property, of its own in place of an empty one of the contract."""
+        """Return whether the tier's class overrides a method, or property, of the contract."""
         return getattr(type(self.tier), method, None) is not getattr(SecondaryTierManager, method)
 
     def poll(self, now_s: float) -> None:
-        """Tell owners which jobs have ended, or expired, since the last call; update breaker and admission."""
+        """Report ended and expired jobs to their owners; update breaker and admission."""
         for job, result in self._collect():
             job.owner.ended(job, result)
         if self._unexpired:
@@ -270,7 +270,7 @@ class GuardedTier:
             seconds = max(0.0, ended_s - begun_s)
             self.account.reported(job.metadata, seconds, is_late=job.is_expired)
             loaded = len(job.blocks) if result.success else len(result.successful_keys or ())
-            # Blocks that are absent come sooner than others: too many of them say nothing.
+            # An absent block is reported sooner than a loaded one: a load with many of them measures nothing.
             if job.metadata.is_promotion and 0 < len(job.blocks) <= 2 * loaded and not job.is_expired:
                 self.pace.add(job.blocks_in_flight, seconds, now_s)
             if job.is_expired:
@@ -298,7 +298,7 @@ class GuardedTier:
         return expired
 
     def _count_failures(self, now_s: float) -> None:
-        """Count lookup failures that the tier reports; those since the last call are one failure for the breaker."""
+        """Count lookup failures that the tier reports. All failures since the last call are one for the breaker."""
         before = self._lookup_failures
         self._lookup_failures = failures = self._ask("lookup_failures", operator.index, before)
         if failures > before:
@@ -306,7 +306,7 @@ class GuardedTier:
             self.breaker.fail(now_s)
 
     def note_too_slow(self, blocks: int, reason: TooSlow) -> None:
-        """Count blocks that the tier has, and that are not loaded for this reason or because its times are unknown."""
+        """Count blocks of the tier that are not loaded, for `reason` or because the tier's times are unknown."""
         self.account.too_slow(blocks, reason if self.pace.is_known else TooSlow.LEARNING)
 
     def disable(self, why: str) -> None:
@@ -336,7 +336,7 @@ class GuardedTier:
         return isinstance(answer, RequestOffloadingContext) and answer.policy is OffloadPolicy.REQUEST_LEVEL
 
     def stats(self) -> dict[str, Any]:
-        """Return what the tier counts itself. Any thread may call."""
+        """Return the tier's own counters. Any thread may call."""
         return self._ask("stats", checked_stats, {})
 
     def reset_cache(self) -> None:

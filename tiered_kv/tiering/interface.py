@@ -1,8 +1,8 @@
-"""The contract of a manager, for engines and programs: a stack's manager and the client of a host's cache have the
-same.
+"""The contract of a manager, for engines and programs. A stack's manager and the client of a host's cache implement it.
 
-An engine's scheduler calls `CacheManager`, on one thread. A program's `put` and `get` call `CalledManager`, of several
-threads under one lock. No call but `shutdown` waits. A lookup answers True only for a block that can be loaded now.
+An engine's scheduler calls `CacheManager`, on one thread. A program's `put` and `get` call `CalledManager`, on several
+threads under one lock. What must stay true: no call but `shutdown` waits, and a lookup answers True only for a block
+that can be loaded now.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CacheManager(OffloadingManager):
     All methods belong to one thread, the scheduler's, unless they say otherwise. Only `shutdown` waits.
 
     Attributes:
-        cost: The cost of computing. An engine that measures it keeps it up to date.
+        cost: The engine's cost of computing. An engine that measures the cost keeps it up to date.
         registry: The manager's counts; any thread may take a snapshot of it.
     """
 
@@ -36,12 +36,12 @@ class CacheManager(OffloadingManager):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the end of a step has something to send."""
+        """Whether messages to a host's server wait to be sent at the end of a step."""
         return False
 
     @abstractmethod
     def has_row(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Return whether the primary tier has a block, or is getting it."""
+        """Return whether the primary tier has a block, ready or in state writing."""
 
     @abstractmethod
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
@@ -60,21 +60,20 @@ class CacheManager(OffloadingManager):
 
     @abstractmethod
     def ask_known(self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext) -> None:
-        """Ask which blocks are stored, among the blocks that the engine has itself and will offer; `keys` returns
-        them."""
+        """Ask which blocks are stored already. `keys` returns the blocks that the engine has itself and will offer."""
 
     @abstractmethod
     def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0, is_whole: bool = False) -> None:
         """Announce that a request will look up at most `blocks` blocks, after `before` blocks that the engine has.
 
-        Tiers that would deliver the blocks later than the engine computes them are then not asked. If only the first of
-        them come in time, only these are loaded; not with `is_whole`, for an engine with several KV cache groups, or
-        with a sliding window only.
+        Then no lookup asks a tier that would deliver the blocks later than the engine computes them. If only the first
+        blocks come in time, only these are loaded. With `is_whole` all or none are: for an engine with several KV cache
+        groups, or with a sliding window only.
         """
 
     @abstractmethod
     def promoting(self, req_context: ReqContext) -> int:
-        """Return how many blocks are being promoted for a request. If it waits only for them, lookups find no more."""
+        """Return how many blocks are promoted now for a request. If it waits only for these, lookups find no others."""
 
     @abstractmethod
     def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
@@ -86,7 +85,7 @@ class CacheManager(OffloadingManager):
 
     @abstractmethod
     def outdate(self, req_context: ReqContext) -> None:
-        """Treat a request as one from before the last reset: its caller began before it."""
+        """Treat a request as one from before the last reset: its caller began before that reset."""
 
     def counters(self) -> CounterView:
         """Return all counts by tier, a secondary tier's own `stats` under "tier". Any thread may call."""
@@ -98,7 +97,7 @@ class CacheManager(OffloadingManager):
 
 
 class CalledManager(CacheManager):
-    """The methods that a program's `put` and `get` need besides; several threads call, under one lock."""
+    """Further methods, for a program's `put` and `get`. Several threads call, under one lock."""
 
     @property
     @abstractmethod
@@ -117,17 +116,16 @@ class CalledManager(CacheManager):
 
     @abstractmethod
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return `lookup` of each key up to the first block that no tier has, and None for later blocks that tiers
-        have.
+        """Return `lookup` of each key up to the first block that no tier has.
 
-        These blocks are not promoted. The missing ones behind it are looked up too: they are counted, and explained.
-        While room is lacking for a block, in memory or in a tier's budget, the answer is None. The request then waits
-        without a bound of the manager's, and holds no blocks that others would need to go on.
+        For later blocks that a tier has, the answer is None, and they are not promoted. Later missing blocks are looked
+        up too, to count and explain them. While a block has no room, in memory or in a tier's budget, the answer is
+        None. The manager does not limit this wait. Meanwhile the request holds no block that others need to go on.
         """
 
     @abstractmethod
     def let_go(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Keep ready blocks no longer for a request that does not load them."""
+        """End a request's holds of promoted blocks that it does not load."""
 
     @abstractmethod
     def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
@@ -143,19 +141,19 @@ class CalledManager(CacheManager):
 
     @abstractmethod
     def has_kept(self, req_context: ReqContext) -> bool:
-        """Return whether secondary tiers have taken all blocks of a request; later ones may have evicted others."""
+        """Return whether a secondary tier has taken each block of a request: later blocks may evict earlier ones."""
 
     @abstractmethod
     def spare_own(self, req_context: ReqContext) -> None:
-        """Evict none of a request's blocks for its later ones: without secondary tiers they would be lost."""
+        """Evict no block of a request for its later blocks: without secondary tiers the block would be lost."""
 
     @abstractmethod
     def reserve_stores(self, num_blocks: int) -> bool:
         """Reserve store budget in every tier; return False if a tier has too little now.
 
-        The caller releases it just before the store's `complete_store`.
+        The caller releases the budget just before the store's `complete_store`.
         """
 
     @abstractmethod
     def release_stores(self, num_blocks: int) -> None:
-        """Release budget of `reserve_stores`."""
+        """Release budget that `reserve_stores` has reserved."""

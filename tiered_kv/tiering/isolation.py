@@ -1,11 +1,11 @@
 """An isolated tier: a tier that may block, on a thread of its own.
 
-`GuardedTier` wraps each tier that is not `is_nonblocking`, and calls the wrapper on the scheduler's thread. Every call
-except `describe` becomes a message to the tier's thread. These things stay true:
+`GuardedTier` wraps each tier that is not `is_nonblocking`, and calls the wrapper on the scheduler's thread. A call
+leaves a message for the tier's thread, or reads its answers. These things must stay true:
 
-- No call of the wrapper waits for the tier. A call that hangs costs only hits of that tier.
+- No call but `describe` and `shutdown` waits for the tier. A call that hangs costs only hits of that tier.
 - No exception ends the thread, not even `SystemExit` or `asyncio.CancelledError`: later jobs would wait for ever.
-- Queues have limits; beyond them hints are dropped first, and no job.
+- Queues have limits. Beyond them hints, and messages about requests, are dropped, but no job.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from tiered_kv.tiering.lookups import BatchedLookups, Probe, Question
 from tiered_kv.tiering.wrapper import WrapperTier
 
 POLL_INTERVAL_S = 0.001
-"""How often the tier is polled while it has jobs."""
+"""Seconds between two polls of a tier that has jobs."""
 SLICE_S = 0.001
-"""How long lookups, or hints, are passed on before the rest of a pass; the call that runs then may take longer."""
+"""Seconds of each pass for lookups, and for hints. The last call of them may take longer."""
 HINTS_MAX = 1 << 12
 """Queued messages about touches and ends of steps; while the tier hangs, the oldest are dropped."""
 REQUESTS_MAX = 100_000
-"""Queued loads, or stores, from which on messages about requests are dropped, while the tier hangs."""
+"""While the tier hangs and so many loads, or stores, are queued, messages about requests are dropped."""
 UNKNOWN_RESULTS_MAX = 1 << 10
-"""Results of no running job that are kept until they are counted."""
+"""Results without a running job that are kept until they are counted."""
 EVENTS_MAX = 1 << 14
 """Events that are kept until they are taken; the oldest are dropped."""
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0  # how long `shutdown` waits for the thread
 
 _Item = TypeVar("_Item")
 
@@ -58,7 +58,7 @@ class IsolatedTier(WrapperTier):
     The scheduler's thread appends messages and reads answers; the tier's thread reads messages and appends answers.
     Both use only atomic operations of deque and set.
 
-    `note_exception` is called on the tier's thread with a method's name when the tier has raised.
+    After an exception of the tier, its thread calls `note_exception` with the method's name.
     """
 
     is_nonblocking = True
@@ -74,24 +74,24 @@ class IsolatedTier(WrapperTier):
             self._post_probe, timeout_s=lookup_timeout_s, clock=clock, on_answered=self._on_finished
         )
         self._wake = threading.Event()
-        self._urgent: deque[Callable[[], object]] = deque()
+        self._urgent: deque[Callable[[], object]] = deque()  # loads, resets, and beginnings of requests
         self._hints: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=HINTS_MAX)
         self._stores: deque[tuple[int, JobMetadata | ReqContext]] = deque()
-        """Stores, and after the last store of a request its context, to report its end; each with the resets before."""
+        """Stores, and contexts of ended requests behind their last stores. Each with the number of resets before it."""
         self._has_probe = False
         self._questions: deque[Question] = deque()  # the last probe's; owned by the tier's thread
         self._results: deque[JobResult] = deque()
         self._events: deque[OffloadingEvent] = deque(maxlen=EVENTS_MAX)
         self._absent: deque[OffloadKey] = deque(maxlen=EVENTS_MAX)
-        self._running: set[JobId] = set()
+        self._running: set[JobId] = set()  # jobs that `inner` has not reported
         self._lookup_exceptions = 0
         self._inner_failures = 0  # `inner.lookup_failures`, read once a pass
         self._stats: Mapping[str, Any] = {}  # `inner.stats()`, read at the start, after each job and at the end
-        self._relocated_blocks = 0  # `inner.relocated_blocks`, read with them
+        self._relocated_blocks = 0  # `inner.relocated_blocks`, read at the same times
         self._is_closing = False
-        self._resets = 0  # written by the scheduler's thread
-        self._resets_made = 0  # by the tier's own thread
-        self._resets_done = 0  # written by the tier's thread
+        self._resets = 0  # asked for; written by the scheduler's thread
+        self._resets_made = 0  # begun; written by the tier's thread
+        self._resets_done = 0  # ended; written by the tier's thread
         self._cannot_reset = False
         self._thread: threading.Thread | None = None
         self._ensure_thread()
@@ -177,7 +177,7 @@ class IsolatedTier(WrapperTier):
         return self._stats
 
     def explain_failure(self, reason: str) -> str:
-        return ""  # its own words might take long
+        return ""  # a call of the tier might take long
 
     def shutdown(self) -> None:
         self._ensure_thread()
@@ -186,7 +186,7 @@ class IsolatedTier(WrapperTier):
             self._wake.set()
             self._thread.join(CLOSE_TIMEOUT_S)
         elif is_first:
-            self._run()  # no thread can be started: it ends at once
+            self._run()  # without a thread; `_is_closing` ends it at once
 
     def _post_probe(self) -> None:
         self._has_probe = True
@@ -197,7 +197,7 @@ class IsolatedTier(WrapperTier):
         self._notify()
 
     def _notify(self) -> None:
-        if not self._wake.is_set():  # else the tier's thread has not begun to look for the message
+        if not self._wake.is_set():  # if it is set, the tier's thread has yet to look for messages
             self._wake.set()
 
     def _ensure_thread(self) -> None:
@@ -247,7 +247,7 @@ class IsolatedTier(WrapperTier):
             self._urgent.popleft()()
 
     def _for_a_while(self, queue: deque[_Item], use: Callable[[_Item], object]) -> None:
-        """Take from a queue for a `SLICE_S`, once at least: any call may be slow. Loads go first."""
+        """Use items of a queue for `SLICE_S`, one at least: any call may be slow. New loads go first, each time."""
         end_s = time.monotonic() + SLICE_S
         while queue:
             use(queue.popleft())
@@ -293,7 +293,7 @@ class IsolatedTier(WrapperTier):
                 self.note_exception("submit_load" if job.is_promotion else "submit_store")
                 reason = Reason.EXCEPTION
             else:
-                self._collect()  # it may be done already, and the next call may take long
+                self._collect()  # the job may have ended already, and the next call may take long
         if reason is not None:
             self._results.append(JobResult(job.job_id, False, reason=reason))
             self._notify_host()
@@ -353,7 +353,7 @@ def _count_of(found: Any) -> int:  # Any: from a third-party tier, that may have
 
 
 def _take_all(queue: deque[_Item]) -> Iterable[_Item]:
-    """Remove and return the messages in a queue, to which another thread may append, or from which it may take."""
+    """Remove and return the messages in a queue. Meanwhile another thread may append or take messages."""
     taken: list[_Item] = []
     with suppress(IndexError):  # the other thread has emptied it
         for _ in range(len(queue)):

@@ -27,8 +27,8 @@ from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.isolation import IsolatedTier
 
 RETRY_S: Final = 5.0
-"""How long after a failed opening the next one begins."""
-_CLOSE_S: Final = 1.0
+"""Seconds from a failed opening to the next one."""
+_CLOSE_S: Final = 1.0  # how long `shutdown` waits for an opening
 
 _log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ _log = logging.getLogger(__name__)
 class LateTier(SecondaryTierManager):
     """Stands for a tier that cannot be opened yet, and passes calls on once it can. The manager's thread calls it.
 
-    Blocks that the tier has from before a reset are never found: a reset of this one is repeated when it is taken in.
+    A reset that came before the tier was open is made when the tier is taken in. So older blocks are never found.
 
     Args:
-        open_it: Opens the tier, and may hang. Called on a thread of this class until it returns.
-        takes_offsets: As of the tier's class.
+        open_it: Opens the tier, and may hang. A thread of this class calls it until it succeeds.
+        takes_offsets: The attribute of the tier's class.
     """
 
     is_nonblocking = True
@@ -59,21 +59,21 @@ class LateTier(SecondaryTierManager):
         self.takes_offsets = takes_offsets
         self.failure = "it has not answered yet"
         """Why the tier is not open."""
-        self._refusal: ConfigError | None = None  # the first try's
+        self._refusal: ConfigError | None = None  # of the first try
         self._settings = settings
         self._on_finished = self.tier_spec.on_finished
         self._inner: SecondaryTierManager | None = None  # the manager's thread sets it
         self._opened: deque[SecondaryTierManager] = deque(maxlen=1)  # from the opening's thread
-        self._refused: list[JobResult] = []
+        self._refused: list[JobResult] = []  # results of jobs that came before the tier was open
         self._announced: set[str] = set()  # requests that the tier knows
-        self._resets = 0
+        self._resets = 0  # of this object
         self._tried, self._closing = threading.Event(), threading.Event()
         self._log_limit = LogLimit()
         name = f"tiered-kv-{settings.name}-open"
         self._thread = start_thread(self._open, name, open_it)
 
     def wait(self, timeout_s: float) -> SecondaryTierManager | None:
-        """Wait for the first try; return the tier if it is open. The thread that made this object, before all else.
+        """Wait for the first try; return the tier if it is open. The thread that made this object calls this first.
 
         Raises:
             ConfigError: The settings cannot be used: no other try would succeed.
@@ -213,7 +213,7 @@ class LateTier(SecondaryTierManager):
         return self._inner.describe()
 
     def shutdown(self) -> None:
-        """Shut the tier down, also one that opens later. An opening that hangs is left behind."""
+        """Shut the tier down, even if it opens later. An opening that hangs is left to its thread."""
         self._closing.set()
         if self._inner is not None:
             self._inner.shutdown()

@@ -18,7 +18,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 
 PENDING_KEYS_MAX = 65_536
 """Keys without an answer, over all requests; further keys are a miss at once."""
-PROBE_KEYS_MAX = 1024
+PROBE_KEYS_MAX = 1024  # keys of one round trip
 REQUESTS_MAX = 100_000
 """Requests whose answers are kept; beyond it the oldest is forgotten."""
 
@@ -51,7 +51,7 @@ class BatchedLookups:
     - A key is a miss if it has no answer at its deadline, or if `PENDING_KEYS_MAX` keys have none.
 
     The scheduler's thread calls all methods except `take` and `answer`, which belong to the runners. It owns all state
-    except the two deques that carry messages, `_gathered` to the runners and `_arrived` back.
+    except `_has_runner`, which both sides write, and two message deques: `_gathered` to the runners, `_arrived` back.
 
     `start_probe` starts a runner, and must not wait. The runner calls `take` until it returns None, and `answer` for
     each probe. `on_answered` is called after each `answer`, on the runner's thread; it must not wait.
@@ -80,14 +80,14 @@ class BatchedLookups:
         self._pending: OrderedDict[OffloadKey, Question] = OrderedDict()
         self._gathered: deque[Question] = deque()
         self.next_deadline = math.inf
-        """When `expire` is to be called, or earlier: the deadline of the first key without an answer."""
+        """No key without an answer has an earlier deadline; `expire` does nothing before this time."""
         self._arrived: deque[tuple[list[Question], Sequence[bool | None]]] = deque()
         self._has_runner = False
 
     # The scheduler's thread.
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """Return for each key, in order, its answer; None if that is not known yet."""
+        """Return for each key, in order, its answer; None if the answer is not known yet."""
         if self._arrived:
             self._collect()
         answers = self.answers.get(req_context.req_id)
@@ -166,7 +166,7 @@ class BatchedLookups:
                 del self.answers[next(iter(self.answers))]
             self.answers[req_id] = {}
         elif not req_id and len(answers) >= PENDING_KEYS_MAX:
-            answers.clear()  # no call has fetched them
+            answers.clear()  # calls without a request id have not fetched these answers
 
     def _collect(self) -> None:
         pending = self._pending
@@ -206,7 +206,7 @@ class BatchedLookups:
     # Runners.
 
     def take(self) -> Probe | None:
-        """Return the collected keys; None ends the runner."""
+        """Return a probe of the gathered keys. None ends the runner."""
         while True:
             questions = self._drain()
             if questions:
@@ -226,7 +226,7 @@ class BatchedLookups:
     def _drain(self) -> list[Question]:
         now = self._clock()
         questions: list[Question] = []
-        with suppress(IndexError):  # empty; another runner may take from it too
+        with suppress(IndexError):  # the deque is empty; another runner may take from it too
             while len(questions) < PROBE_KEYS_MAX:
                 question = self._gathered.popleft()
                 if question.deadline > now:

@@ -1,7 +1,7 @@
-"""The manager of a stack: what engines, programs and a host's sessions call.
+"""The manager of a stack, which engines, programs and a host's sessions call.
 
-It is called on one thread, the scheduler's. What must stay true: only `drain_jobs` and `shutdown` wait, and after a
-reset no call finds a block from before it.
+One thread calls, the scheduler's; a program's threads call under one lock. What must stay true: only `drain_jobs` and
+`shutdown` wait, and after a reset no call finds a block from before the reset.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
     def store_granted(
         self, keys: Sequence[OffloadKey], rows: Sequence[CPUBlock], req_context: ReqContext
     ) -> list[CPUBlock]:
-        """Store blocks that are written already, into rows of `primary.grant`; return the rows that were not used."""
+        """Store blocks that an engine has already written into rows of `primary.grant`; return the unused rows."""
         state = self._requests.state_of(req_context)
         if self._requests.is_outdated(req_context):
             unused = list(rows)
@@ -130,11 +130,11 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
         return unused
 
     def use_cost(self, cost: EngineCost, req_context: ReqContext) -> None:
-        """Decide a request's loads by the costs of its engine, one of several, from now on."""
+        """From now on decide a request's loads by `cost`, of its engine, which is one of several."""
         self._requests.state_of(req_context).cost = cost
 
     def is_ahead(self, req_context: ReqContext) -> bool:
-        """Return whether the prefetch of a request may still find blocks, or left some that would come too late."""
+        """Return whether the prefetch of a request goes on, or has left out blocks that would come too late."""
         state = self._requests.get(req_context)
         if state is None:
             return False
@@ -151,11 +151,11 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
 
     @property
     def has_saved_reset(self) -> bool:
-        """Whether the last reset holds after an end of this process, too: the storage of each tier has it."""
+        """Whether the last reset also holds after this process ends: the storage of each tier has recorded it."""
         return self._tiers.has_saved_reset
 
     def limit_promotions(self, rows: int) -> None:
-        """Let promotions, and blocks held for requests, take their share of so many rows: others cannot be used yet."""
+        """Limit promotions, and blocks held for requests, to their share of `rows` rows: no other can be used yet."""
         self._promotions.blocks_max = self._promotions_max(rows)
 
     # Emptying and closing.
@@ -207,7 +207,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
             time.sleep(_DRAIN_POLL_S)
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """As in `CacheManager`. If a tier still holds primary blocks after that, the region stays mapped."""
+        """As in `CacheManager`. If a job is still in flight at the end, the region stays mapped."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -226,7 +226,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
         self.primary.close(unmap=not self.jobs_in_flight)
 
     def _close_tiers(self, timeout_s: float) -> None:
-        self._drain(timeout_s)  # a long queue of the history would take seconds more
+        self._drain(timeout_s)  # not `drain_jobs`: a long queue of the history would take seconds more
         self._uses.stop()  # a job that begins from now on is not reported any more
         self._tiers.close(state.req_context for state in self._requests.states.values())
         self.poll()

@@ -1,7 +1,7 @@
-"""Lookups of many blocks in one call: of a host's sessions, and of a program's `put` and `get`.
+"""Lookups of many blocks in one call, for a host's sessions and for a program's `put` and `get`.
 
 The manager calls it, on its thread. What must stay true: a request that waits for room holds no block that another one
-needs to go on, and blocks behind the first missing one of a prefix are not promoted.
+needs to go on. For a program, blocks behind the first missing block of a prefix are not promoted.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ManyLookups:
         """See `CalledManager.lookup_prefix`."""
         state = self._requests.state_of(req_context)
         state.loads.waits_for_room, state.loads.lacking = True, None
-        if self._search.room.is_waiting(state):  # its first block comes first, from any tier
+        if self._search.room.is_waiting(state):  # first, room for the first block that is not ready
             ready = list(itertools.takewhile(self._is_ready, keys))
             head = self._lookup_noted(keys[: len(ready) + 1], state)
             if state.loads.lacking is not None:
@@ -88,7 +88,7 @@ class ManyLookups:
     def _answer(self, keys: Sequence[OffloadKey], state: RequestState) -> Answers:
         req_context = state.req_context
         if self._requests.loads_nothing(req_context) or state.lookups.timed_out:
-            return self.lookup_many(keys, req_context)  # which asks no tier, or none that has failed this one
+            return self.lookup_many(keys, req_context)  # it asks no tier, or no tier that failed this request
         below = [key for key in keys if key not in self._rows.blocks]  # the others are there, or being written
         if not below:
             return self.lookup_many(keys, req_context)

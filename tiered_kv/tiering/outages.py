@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 class Outages:
-    """The log's lines about one tier. The manager's thread calls; `now_s` is by its clock.
+    """The log's lines about one tier. The manager's thread calls; `now_s` is in seconds of the manager's clock.
 
     Args:
-        settings: Stores that find no room for its `breaker_cooldown` are logged.
+        settings: A tier whose stores find no room for its `breaker_cooldown` is logged as full.
         explain: See `SecondaryTierManager.explain_failure`; any value may come from a tier.
     """
 
@@ -55,7 +55,7 @@ class Outages:
         self._writing = BackgroundTask(self._write, f"tiered-kv-log-{tier}")
 
     def follow(self, breaker: Breaker, now_s: float) -> None:
-        """Note the breaker's state: each change, and in each step of an outage."""
+        """Note the breaker's state. Called after each change of it, and in each step of an outage."""
         if breaker.state is not self.noted_state:
             self.noted_state = breaker.state
             self._account.notice(f"breaker {breaker.state.name.lower().replace('_', ' ')}")
@@ -75,7 +75,7 @@ class Outages:
         return f"{'loads' if is_promotion else 'stores'} fail: {said} ('{word or reason.value}')"
 
     def note_store(self, is_stored: bool, result: JobResult, now_s: float) -> None:
-        """Note the end of a store: the storage is full if all find no room for a while."""
+        """Note the end of a store. The storage counts as full once all stores find no room for `breaker_cooldown`."""
         if is_stored:
             self.lacks_room = False
             self._full.end(now_s, self._account.lost(), self._has_room_again)

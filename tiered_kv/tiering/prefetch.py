@@ -1,7 +1,7 @@
 """Prefetches: promotions that begin before a request looks its blocks up, for example while it is queued.
 
-The manager begins and ends them, and lets them ask at each step's end, all on its thread. What must stay true: all of
-them together look up few keys in a step, and take a part of the room only.
+The manager begins and ends them, and calls `ask` at each step's end, all on its thread. What must stay true: all
+prefetches together look up few keys in a step, and take only a part of the promotion budget.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PREFETCH_SHARE = 0.5
 
 @dataclass(slots=True, eq=False)
 class _Prefetch:
-    """The rest of a prefix."""
+    """The keys of one prefix that have no answer yet."""
 
     upcoming: Iterator[OffloadKey]
     """Keys that have not been looked up."""
     wanted: list[OffloadKey] = field(default_factory=list)
-    """Keys that were looked up, and that no tier has answered for."""
+    """Keys that were looked up, and have no answer."""
 
 
 class Prefetches:
@@ -49,10 +49,10 @@ class Prefetches:
         self._taken: dict[RequestState, int] = {}
         """How many keys of each request were looked up and not missed."""
         self._used = 0
-        """All of them together."""
+        """The sum of `_taken`."""
 
     def begin(self, keys: Iterable[OffloadKey], state: RequestState) -> None:
-        """Look up `keys` at the ends of steps."""
+        """Look up `keys` from the end of this step on, a part in each step."""
         running = self.running.get(state)
         if running is None:
             self.running[state] = _Prefetch(iter(keys))
@@ -60,7 +60,7 @@ class Prefetches:
             running.upcoming = itertools.chain(running.upcoming, keys)
 
     def ask(self) -> None:
-        """Look up the keys of a step."""
+        """Look up the next keys, at the end of a step."""
         STEP.begin()
         left = PREFETCH_KEYS
         ended = []

@@ -1,6 +1,7 @@
 """The manager of lists of block hashes (`tiered_kv.abstract`), over a manager of single keys.
 
-An engine's scheduler thread calls it, as it would call the manager below it. It has no other caller.
+An engine's scheduler thread calls it, as it would call the manager below it. It has no other caller. What must stay
+true: the blocks that `lookup` counted can be loaded until the next `lookup`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ class PrefixOffloadingManager(OffloadingManager):
     """Tracks whole prefixes of block hashes, for an engine without requests and steps (`tiered_kv.abstract`).
 
     `lookup` counts the blocks, from the first one on, that can be loaded now. They stay loadable until the next
-    `lookup`. A block in a secondary tier ends the prefix while it comes: a later `lookup` of the same hashes counts it.
+    `lookup`. A block that is being promoted ends the prefix: a later `lookup` of the same hashes counts the block.
     `prepare_load` pins blocks that were counted, until `complete_load`. `prepare_store` takes room for all hashes that
     are not stored, or returns None and changes nothing. `complete_store` without `success` frees that room.
 
     One thread calls, and nothing waits. Each `lookup` is one step of the manager below. It also begins a new request of
-    that manager, unless the last one waits for a secondary tier. Complete all loads and stores before its
-    `reset_cache`. Shut it down by itself.
+    that manager, unless the last one waits for a secondary tier. Complete all loads and stores before you call
+    `reset_cache` of the manager below. Shut that manager down yourself.
 
     Args:
         manager: See `EngineStack.manager`. Open its stack with `enable_events` for `take_events`.
@@ -43,7 +44,7 @@ class PrefixOffloadingManager(OffloadingManager):
         if not self._is_waiting:
             self.manager.on_request_finished(self._context)
             self._context = self._begin_request()
-        # Also those behind a block that has to come from a tier, so that they come together.
+        # Also the blocks behind one that has to be promoted, so that all are promoted together.
         answers = self.manager.lookup_many(self._keys(block_hashes), self._context)
         self._is_waiting = None in answers
         return next((length for length, answer in enumerate(answers) if not answer), len(answers))
@@ -61,7 +62,7 @@ class PrefixOffloadingManager(OffloadingManager):
         keys = self._keys(block_hashes)
         output = self.manager.prepare_store(keys, self._context)
         if output is None:
-            self.manager.poll()  # blocks that have reached their tiers may be evicted, also without a lookup
+            self.manager.poll()  # ends stores to tiers, after which their blocks may be evicted
             output = self.manager.prepare_store(keys, self._context)
         if output is None:
             return None

@@ -41,7 +41,7 @@ class Promotions:
 
     A promoted block is pinned for each waiting request (a *hold*) until the request loads it or ends, or until the hold
     expires. Without holds a full primary tier could evict the block before its use, and the request would promote it
-    again, for ever. Blocks that are ready are offered to the cascade: tiers above their own may want them.
+    again, for ever. Promoted blocks are offered to the cascade: tiers above their source may want them.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Promotions:
     ) -> None:
         self._rows = rows
         self._cascade = cascade
-        self.blocks_max = blocks_max
+        self.blocks_max = blocks_max  # in promotion or held
         self.released_holds = 0
         self._hold_s = hold_s
         self._clock = clock
-        self._table: dict[OffloadKey, Promotion] = {}
-        self.batches: dict[tuple[GuardedTier, RequestState], list[Promotion]] = {}
-        self.holders: dict[RequestState, None] = {}
+        self._table: dict[OffloadKey, Promotion] = {}  # all that run, or wait for `submit`
+        self.batches: dict[tuple[GuardedTier, RequestState], list[Promotion]] = {}  # begun, and not submitted
+        self.holders: dict[RequestState, None] = {}  # requests with holds
         self._held: dict[int, int] = {}  # block_id to its number of holds
 
     @property
@@ -113,7 +113,7 @@ class Promotions:
         return not promotion.is_try
 
     def sort(self, keys: Iterable[OffloadKey], state: RequestState) -> None:
-        """Move the keys of `keys` that are being promoted for a request behind its others, in this order."""
+        """Order the keys that are being promoted for a request: `keys` come last, in this order."""
         promoting = state.loads.promoting
         for key in [key for key in keys if key in promoting]:
             promoting[key] = promoting.pop(key)
@@ -144,7 +144,7 @@ class Promotions:
             blocks = [promotion.block for promotion in promotions]
             chain = blocks[0].chain
             if chain is not None:
-                blocks = chain.in_order(blocks)  # as for stores: tiers that evict by use know prefixes by it
+                blocks = chain.in_order(blocks)  # the prefix's order, as in stores: tiers that evict by use need it
             # A half-open breaker admits one job, which may be another one of this step.
             refusal = guarded.refusal()
             if not refusal and cost.is_known:
@@ -170,7 +170,7 @@ class Promotions:
     def _refuse(
         self, blocks: Sequence[CPUBlock], guarded: GuardedTier, reason: Reason, slow_reason: TooSlow | None = None
     ) -> None:
-        """Give back blocks that are not loaded; `slow_reason` says why they are too slow."""
+        """Free the rows of blocks that are not loaded; `slow_reason` says why the blocks are too slow."""
         if slow_reason is not None:
             promotions = (self._table[block.key] for block in blocks)
             if asked_for := sum(not promotion.is_ahead for promotion in promotions):
@@ -180,7 +180,7 @@ class Promotions:
         self._rows.abandon(blocks)
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
-        """Make the blocks of a load ready, or give them back."""
+        """Make the loaded blocks of a job ready, and free the rows of the others."""
         if job.is_expired:
             for block in job.blocks:
                 self._rows.backend.free(block)
@@ -274,7 +274,7 @@ class Promotions:
         of_tier = [key for key in state.loads.promoting if self._table[key].guarded is guarded]
         saved = dict.fromkeys([*of_tier, *behind]) or dict.fromkeys(keys)
         computed, before = computed_blocks(saved), state.lookups.blocks_before or 0
-        # A part of the batch is the end of what the request gets, or it has blocks of groups that depend on each other.
+        # A part of the batch is of no use if other promotions follow it, or if its groups depend on each other.
         is_whole = state.lookups.is_whole or computed != len(set(of_tier) | batch)
         rest = computed - len(keys)
         return guarded.pace.worth(
@@ -287,7 +287,7 @@ class Promotions:
         )
 
     def _hand_on(self, blocks: Sequence[CPUBlock], cost: EngineCost) -> list[CPUBlock]:
-        """Give blocks that are too slow for one engine to waiting requests of others; return the blocks without any."""
+        """Hand blocks that are too slow for one engine to requests of other engines; return blocks without any."""
         left = []
         for block in blocks:
             promotion = self._table[block.key]
@@ -313,6 +313,7 @@ class Promotions:
         return True
 
     def _arrive(self, block: CPUBlock, until_s: float) -> bool:
+        """Make a loaded block ready, and hold it for the requests that wait; return False after a reset."""
         key = block.key
         promotion = self._table.get(key)
         if promotion is None or promotion.block is not block:  # reset in the meantime
@@ -348,6 +349,6 @@ class Promotions:
             state.loads.promoting.pop(key, None)
             if is_undecided:
                 state.loads.is_cut = True
-            elif reason is not Reason.BREAKER or not state.loads.waits_for_room:  # a probe runs; its end decides
+            elif reason is not Reason.BREAKER or not state.loads.waits_for_room:  # else the probe's end decides
                 state.leave_tier(key, promotion.guarded, reason)
         promotion.waiters.clear()

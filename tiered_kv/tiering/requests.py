@@ -1,7 +1,7 @@
 """The state of each request, and the limits of the manager.
 
 The manager, `Search`, `Prefetches` and `Promotions` read and write it, on the manager's thread. What must stay true: a
-request that began before a reset stores and loads nothing, and the state of a request that never ends is forgotten.
+request that began before a reset stores and loads nothing. The state of a request that never ends is forgotten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiered_kv.tiering.pace import EngineCost
 STATES_MAX = 100_000
 """Limit of requests with a kept state, and of outdated ones; beyond it the oldest is forgotten."""
 PAUSE_S_MAX = 1.0
-"""The most that counts as waiting between two lookups: an engine that does not ask for longer does not wait."""
+"""At most so many seconds between two lookups count as a wait: in a longer pause the engine does not wait."""
 
 
 _PINS_MAX = 1 << 29
@@ -35,11 +35,11 @@ class ManagerLimits:
 
     promotion_blocks_max: int | None = None
     """Primary blocks that may be in promotion or held for requests at one time; default half of the primary tier."""
-    hold_s: float = 10.0  # for a request that does not load a promoted block
+    hold_s: float = 10.0  # how long a promoted block is held for a request that does not load it
     wait_max_s: float = 30.0
-    """How long a request may be answered None until it loads a block that it waited for. After that, blocks that are
-    not ready are misses for it until it ends. Its end waits as long for its last stores."""
-    requests_max: int = STATES_MAX  # that keep their state; the oldest is forgotten first
+    """Seconds that a request may wait, with the answer None, until it loads a block that it waited for. Later, blocks
+    that are not ready are misses for it until it ends. A finished request waits as long for its last stores."""
+    requests_max: int = STATES_MAX  # requests with a kept state; the oldest is forgotten first
 
 
 @dataclass(slots=True, eq=False)
@@ -47,11 +47,11 @@ class LookupState:
     """A request's lookups in the tiers, and how long it has waited. `Search` writes most fields."""
 
     misses_all: Fate | None = None
-    """Why all its lookups are misses: its hint, a reset since it began, or that it has waited as long as it may."""
+    """Why all its lookups are misses: its hint, a reset since it began, or the end of its time to wait; or None."""
     waited_s: float = 0.0
-    """How long it has waited since it last loaded a block that was promoted for it."""
+    """Seconds that it has waited since it last loaded a block that was promoted for it."""
     asked_s: float = math.inf
-    """When it last asked; infinite before its first answer None, and after it has loaded promoted blocks."""
+    """When (seconds) it last asked; infinite before its first answer None, and after it has loaded promoted blocks."""
     is_asking: bool = True
     """Whether the request itself looks up, and not its prefetch."""
     asking_pass: object = None
@@ -61,11 +61,11 @@ class LookupState:
     unanswered: dict[tuple[OffloadKey, GuardedTier], float] = field(default_factory=dict)
     """Since when (seconds) a tier has not answered for a key."""
     denied: dict[OffloadKey, int] = field(default_factory=dict)
-    """For the anonymous request: the number of the last tier that has answered False, since the request waits."""
+    """Only for the anonymous request while it waits: the number of the last tier that has answered False."""
     failed: dict[OffloadKey, set[GuardedTier]] = field(default_factory=dict)
     """Tiers that it does not ask for a key any more: they failed to load it, or would load it too late."""
     timed_out: dict[GuardedTier, Fate] = field(default_factory=dict)
-    """Tiers that it does not ask any more: their answer did not come, or would not come, in time; and why."""
+    """Tiers that it does not ask any more, and why: their answer or blocks did not come, or would not come, in time."""
     blocks_before: int | None = None
     """Blocks of its prefix that the engine has; None if unknown."""
     is_whole: bool = False
@@ -74,7 +74,7 @@ class LookupState:
     """How many more blocks of a tier arrive before the engine would have computed them, if not all do."""
 
     def count_wait(self, now_s: float, wait_max_s: float) -> None:
-        """Add the time since it last asked; from `wait_max_s` on, it waits for nothing."""
+        """Add the time since it last asked. Once it has waited `wait_max_s`, it waits for nothing."""
         self.waited_s += min(now_s - self.asked_s, PAUSE_S_MAX)
         self.asked_s = now_s
         if self.waited_s >= wait_max_s:
@@ -104,7 +104,7 @@ class LoadState:
     waits_for_room: bool = False
     """Whether it waits while room is lacking for a block, as a program's call does. For an engine that is a miss."""
     lacking: tuple[OffloadKey, GuardedTier | None] | None = None
-    """The first block since its last lookup for which room was lacking: in a tier's load budget, or rows (None)."""
+    """The first block of its last lookup that had no room: in the load budget of a tier, or in the rows (None)."""
     is_cut: bool = False
     """Whether blocks of its prefetch would have come too late: blocks behind them are not looked up ahead."""
 
@@ -132,9 +132,9 @@ class StoreState:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """The state of a request, as first seen, from its first call to its end. `RequestTable` writes its own fields."""
+    """The state of a request, from its first call to its end. Owned by the manager's thread."""
 
-    req_context: ReqContext
+    req_context: ReqContext  # of the first call
     lookups: LookupState
     cost: EngineCost
     """Cost of the request's engine, as that engine reports it. It decides loads of this engine only."""
@@ -149,17 +149,17 @@ class RequestState:
     hints: Hints = _NO_HINTS
 
     def chain_in(self, req_context: ReqContext) -> RequestChain:
-        """Return its chain for one of its calls. Calls without a request id belong to no request: each has its own."""
+        """Return its chain for one of its calls. A call without a request id gets a chain of its own."""
         chain = self.chain if req_context.req_id else RequestChain()
         chain.position_of = getattr(req_context, "get_offload_key_position", None)  # engines have contexts of their own
         return chain
 
     def computes_sooner_than(self, guarded: GuardedTier) -> bool:
-        """Return whether its engine would not wait for the tier, or for no more of its blocks."""
+        """Return whether its engine computes blocks sooner than the tier delivers them: all, or all later ones."""
         return self.lookups.timed_out.get(guarded) is Fate.TOO_SLOW or self.lookups.load_room.get(guarded, 1) <= 0
 
     def forget_blocks(self) -> None:
-        """Forget the knowledge of blocks after a reset."""
+        """Forget the blocks that the request stored, promoted or looked up, after a reset."""
         self.stores = StoreState()
         self.loads.sources = {}  # the history still reads the old dictionary
         for kept in (self.lookups.failed, self.lookups.unanswered, self.lookups.denied):
@@ -175,11 +175,11 @@ class RequestState:
 class RequestTable:
     """The states of at most `requests_max` requests. Owned by the manager's thread.
 
-    Calls without a request id share one state, the *anonymous* request. It never ends, so it is over twice `wait_max_s`
-    after it began; then failed keys may be tried again. If it waits at that time, the next one has waited as long. A
+    Calls without a request id share one state, the *anonymous* request. No call ends it, so it is over after twice
+    `wait_max_s`; then failed keys may be tried again. If it waits at that time, the next one keeps its waiting time. A
     request whose last stores do not end is over `wait_max_s` after it finished. Beyond `requests_max` the oldest
-    request is over. The manager ends what `take_over` returns. `cost` serves the requests of an engine that reports
-    none.
+    request is over. The manager ends the requests that `take_over` returns. `cost` is for requests of an engine that
+    reports no cost.
     """
 
     __slots__ = ("__dict__", "ready_min")  # hot path: each lookup reads it
@@ -199,7 +199,7 @@ class RequestTable:
         self._load_skippers: set[str] = set()
         """Requests that load nothing: those with the hint `skip: load`, and the outdated ones."""
         self.ready_min = 0
-        """The least `ref_cnt` of a block that a lookup finds for any request; while one loads nothing, none has it."""
+        """The least `ref_cnt` of a block for `lookup`'s fast path. While a request loads nothing, no block has it."""
         self._outdated: dict[str, None] = {}
         """Requests that began before a reset and have not ended, oldest first. They store and load nothing."""
         self.pushed_out: list[RequestState] = []
@@ -234,7 +234,7 @@ class RequestTable:
         return state.log
 
     def context_of(self, req_context: ReqContext) -> ReqContext:
-        """Return the context for a job of a request: one of no request if the tiers were told of the request's end."""
+        """Return the context for a job of a request. It has no request id if the tiers know that the request ended."""
         is_over = req_context.req_id and req_context.req_id not in self.states
         return ReqContext() if is_over else req_context
 
@@ -286,14 +286,14 @@ class RequestTable:
         self._leave(state)
 
     def end(self, state: RequestState) -> None:
-        """Forget a request, except that it is outdated."""
+        """Forget a request. If it is outdated, it stays so until `renew`."""
         self.pop(state)
         self._leave(state)
 
     def _leave(self, state: RequestState) -> None:
         state.chain.finish()
         req_id = state.req_context.req_id
-        if req_id not in self._outdated and self.states.get(req_id, state) is state:  # not used again already
+        if req_id not in self._outdated and self.states.get(req_id, state) is state:  # no new request has the id
             self._load_again(req_id)
 
     def _skip_loads(self, req_id: str) -> None:

@@ -1,8 +1,8 @@
-"""The order of requests that need room: requests of programs wait for rows, and for budgets; an engine's would miss.
+"""The order of requests that wait for room: for rows, or for load budget. Only programs' requests wait; others miss.
 
-`Search` asks for each block that such a request needs, and the manager's `lookup_prefix` after each lookup, both on the
-scheduler's thread. A request that lacks room for its first block holds no promoted block. So a waiting request keeps no
-room from others, and one of them always goes on.
+`Search` calls it for each block that such a request needs, and `ManyLookups` after each lookup, both on the scheduler's
+thread. What must stay true: a request without room for its first block holds no promoted block. So a waiting request
+keeps no room from others, and one of them always goes on.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import RequestState
 
 PATIENCE_S: Final = 0.02
-"""After this wait, a request gets room before requests that came later. Before it, the next request that asks gets the
-room, so that no room is unused until the first one asks again."""
+"""Seconds of waiting after which a request gets room before requests that came later. Until then, the next request that
+asks gets the room, so that no room is unused until the first one asks again."""
 
 
 class RoomQueue:
@@ -30,7 +30,7 @@ class RoomQueue:
         """For each tier's load budget, and for rows (None): the waiting requests, and since when, the oldest first."""
 
     def begin(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> None:
-        """Begin to promote a block, unless room is lacking for it, or for one that was looked up before it."""
+        """Begin to promote a block, unless room is lacking for it, or for a block that was looked up before it."""
         if state.loads.lacking is not None:
             return
         is_behind = self._is_behind(state, None) or self._is_behind(state, guarded)
@@ -41,7 +41,10 @@ class RoomQueue:
             state.loads.lacking = key, guarded if is_budget else None
 
     def note(self, state: RequestState, needed: OffloadKey | None) -> None:
-        """Note the result of a lookup; `needed` is the first block that is not ready."""
+        """Note the result of a lookup; `needed` is the first block that is not ready.
+
+        A request without room for it ends its holds, and waits.
+        """
         lacking = state.loads.lacking
         if lacking is None or needed is None or self._may_come(needed, state):
             self.leave(state)
@@ -65,5 +68,6 @@ class RoomQueue:
         return key in state.loads.promoting or any(asked == key for asked, _ in state.lookups.unanswered)
 
     def _is_behind(self, state: RequestState, guarded: GuardedTier | None) -> bool:
+        """Return whether another request has waited `PATIENCE_S` for this room."""
         first, since_s = next(iter(self._waiting.get(guarded, {}).items()), (state, 0.0))
         return first is not state and self._clock() - since_s >= PATIENCE_S

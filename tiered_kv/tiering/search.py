@@ -1,7 +1,7 @@
 """Search: asking the secondary tiers, in order, for a block that the primary tier does not have.
 
-The manager and `Prefetches` call it, on the manager's thread. What must stay true: the waiting of a request has a
-limit, and its owner is told of each request that asks before it is told of that request's misses.
+The manager and `Prefetches` call it, on the manager's thread. What must stay true: the wait of a request has a limit.
+The search's owner learns which request asks before it learns of the request's misses.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Search:
         self._tiers = tiers
         self._owner = owner
         self._miss = None if owner is None else owner.miss
-        """Tells the owner of a miss."""
+        """Reports a miss to the owner."""
         self._asking: RequestState | None = None
         """The request that asked last since `refresh`."""
         self._promotions = promotions
@@ -76,7 +76,7 @@ class Search:
         self._searched = [(guarded, guarded.tier.lookup) for guarded in self._tiers if guarded.is_searched]
 
     def leave(self) -> None:
-        """End the questions of the request that asks."""
+        """Note that the request that asks has no more questions."""
         if self._asking is not None:
             self._asking = None
             if self._owner is not None:
@@ -103,7 +103,7 @@ class Search:
         self._searched = []
 
     def below(self, key: OffloadKey, block: CPUBlock | None, req_context: ReqContext) -> bool | None:
-        """Return the answer for a key without a ready primary block: it is absent (None) or being written.
+        """Return the answer for a key whose primary `block` is absent (None) or being written.
 
         While any request skips loads, the block may be ready.
         """
@@ -170,9 +170,9 @@ class Search:
         return answers
 
     def _not_answered(self, key: OffloadKey, state: RequestState) -> list[tuple[GuardedTier, _Lookup]]:
-        """Return the tiers from the one on whose answer the anonymous request waits for a key, or that it asks next.
+        """Return the tiers that the anonymous request asks for a key, from the awaited or next one on.
 
-        The tiers before it have answered False. They do not keep answers for it, and would have to look again.
+        The tiers before have answered False. They keep no answers for this request, and would look up the key again.
         """
         searched, denied = self._searched, state.lookups.denied.get(key, 0)
         waiting = (at for at, (guarded, _) in enumerate(searched) if (key, guarded) in state.lookups.unanswered)
@@ -232,6 +232,7 @@ class Search:
         return None
 
     def _judge(self, key: OffloadKey, answer: bool | None, guarded: GuardedTier, state: RequestState) -> _Verdict:
+        """Process a tier's answer to a key, and begin a promotion of a block that the tier has."""
         if answer is None:
             now_s = self._clock()
             if now_s - state.lookups.unanswered.setdefault((key, guarded), now_s) < guarded.settings.lookup_timeout:
@@ -289,7 +290,7 @@ class Search:
         return dict.fromkeys(keys, False)
 
     def _attend(self, state: RequestState) -> None:
-        """Note that `state` asks now, and not the same request as before in this pass."""
+        """Note that the request of `state` asks now, and another one asked last."""
         self._asking = state
         lookups = state.lookups
         is_new = lookups.asking_pass is not self._pass
@@ -333,7 +334,7 @@ class Search:
                 lookups.load_room[guarded] = worth
 
     def _has_room(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> bool:
-        """Return whether a block comes before the engine has computed it, which further ones of the prefix may not.
+        """Return whether a block comes before the engine would have computed it; if not, stop asking the tier for it.
 
         So no row is taken for a block that would not be loaded.
         """
@@ -366,7 +367,10 @@ class Search:
         *,
         is_whole: bool = False,
     ) -> int:
-        """Return how many blocks would come sooner than computed; if none, stop asking the tier for this request."""
+        """Return how many blocks would come sooner than computed; if none, stop asking the tier for this request.
+
+        `computed` is the number of blocks in the largest KV cache group. The request has waited since `since_s`.
+        """
         reserved, before, cost = guarded.loads.reserved_blocks, state.lookups.blocks_before or 0, state.cost
         worth = guarded.pace.worth_asking(
             blocks,

@@ -1,7 +1,7 @@
 """The receiver of the search's events: the interface between `Search` and the history of blocks.
 
-`Search` calls it on the manager's thread, in the order of the events. What must stay true: its hot call is one function
-of C, since it runs for each block that no tier has.
+`Search` calls it on the manager's thread, in the order of the events. What must stay true: `miss` is one function of C,
+since it runs for each block that no tier has.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tiered_kv.metrics.history.ledger import RequestLog
 
 
 class SearchOwner(Protocol):
-    """Receives the questions and misses of requests; see `BlockHistory`: first the request, then its blocks."""
+    """Receives the questions and misses of requests: first the request, then its blocks. `BlockHistory` is one."""
 
     miss: Callable[[OffloadKey], None]
     """Takes note of a block that the request misses. Hot path: a function of C."""
@@ -22,7 +22,7 @@ class SearchOwner(Protocol):
     def asks(self, log: RequestLog, because: bytes | None, *, is_ahead: bool) -> None:
         """Take note of the request that asks from now on, `is_ahead` for its prefetch.
 
-        `because` says for each tier why it is not asked; None if that is as before.
+        `because` has a `Fate` for each tier that is not asked; None if it is as before.
         """
 
     def found(self, key: OffloadKey) -> None:

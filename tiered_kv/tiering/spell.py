@@ -1,8 +1,8 @@
-"""A spell: a state that begins and ends, of which the log has a line each.
+"""A spell: a state that begins and ends. The log has a line for each beginning and each end.
 
-`Outages` keeps one for a tier's outage and one for a full storage, on the manager's thread. Of a state that comes again
-and again, some spells are logged, then one a minute; the next line says how many were left out. If a spell that was
-left out lasts, its line follows as soon as it may. So the last line always says how it is now.
+`Outages` keeps one for a tier's outage and one for a full storage, on the manager's thread. If a state comes again and
+again, the first spells are logged, then one a minute. The next line says how many were left out. If a spell that was
+left out lasts, its line follows as soon as the limit permits. So the last line always says the present state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from tiered_kv.system.log_limit import LogLimit
 
-LOGGED_AT_ONCE: Final = 6
+LOGGED_AT_ONCE: Final = 6  # spells before the limit of one for each pause
 LOGGED_PAUSE_S: Final = 60.0
 
 
@@ -27,11 +27,11 @@ class Lost(NamedTuple):
 
 
 class Spell:
-    """One thread calls; times are by its clock.
+    """One kind of spells. One thread calls; `now_s` is in seconds of its clock.
 
     Args:
-        head: How the line of a beginning begins.
-        what: The word for several spells.
+        head: The first words of the line for a beginning.
+        what: The noun for several spells.
         say: Logs a line; returns at once.
     """
 
@@ -44,11 +44,11 @@ class Spell:
         self.is_on = self._is_logged = False
         self._begun_s = 0.0
         self._about = ""
-        self._before = Lost(0, 0)
-        self._unsaid = 0
+        self._before = Lost(0, 0)  # at the beginning
+        self._unsaid = 0  # spells that were left out since the last line
 
     def begin(self, now_s: float, about: str, lost: Lost) -> None:
-        """Note that it begins; `about` is the rest of the line."""
+        """Note that a spell begins; `about` is the rest of the line, `lost` are the losses so far."""
         self.is_on, self._is_logged = True, False
         self._begun_s, self._about, self._before = now_s, about, lost
         self.go_on(now_s)
@@ -64,7 +64,7 @@ class Spell:
         self._say(f"{self._head}{again}: {self._about}")
 
     def end(self, now_s: float, lost: Lost, line: Callable[[float, Lost], str]) -> None:
-        """Note that it ends. If its begin was logged, log `line` with its seconds and its losses."""
+        """Note that the spell ends. If its beginning was logged, log `line` with its seconds and its losses."""
         if self.is_on:
             self.is_on = False
             self._unsaid += not self._is_logged

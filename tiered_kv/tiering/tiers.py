@@ -1,7 +1,7 @@
-"""The secondary tiers of a manager together: how they are guarded, what they have room for, and what they tell.
+"""The secondary tiers of a manager together: their guards, reserved budgets, resets and gauges.
 
-The manager makes one collection, and calls it on its thread, but for the gauges, which any thread may read. What must
-stay true: the order is that of the search, and a tier that raises an exception keeps no other from being asked.
+The manager makes one collection, and calls it on its thread. Any thread may read the gauges. What must stay true: the
+tiers are in the order of the search, and after an exception of one tier the others are still called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import EngineCost
 
 _BUDGET_SHARE = 4
-"""By default the stores to a tier, and the loads from it, take one row of the primary tier in so many."""
+"""By default the stores to a tier, and the loads from it, each take at most one row in so many of the primary tier."""
 
 
 class GuardedTiers(tuple[GuardedTier, ...]):
@@ -72,7 +72,7 @@ class GuardedTiers(tuple[GuardedTier, ...]):
             saved = [checked_flag(guarded.tier.has_saved_reset) for guarded in self]
         except tier_exceptions():
             return False
-        return all(saved) and not self.disabled()  # one that cannot reset has old blocks
+        return all(saved) and not self.disabled()  # a tier that cannot reset has old blocks
 
     def disabled(self) -> set[str]:
         """Return the names of the tiers that are not used any more. Any thread may call."""
@@ -86,7 +86,7 @@ class GuardedTiers(tuple[GuardedTier, ...]):
         return True
 
     def release_stores(self, num_blocks: int) -> None:
-        """Release budget of `reserve_stores`."""
+        """Release budget that `reserve_stores` has reserved."""
         for guarded in self:
             guarded.stores.reserved_blocks -= num_blocks
 
@@ -96,7 +96,7 @@ class GuardedTiers(tuple[GuardedTier, ...]):
             guarded.reset_cache()
 
     def close(self, requests: Iterable[ReqContext]) -> None:
-        """Tell every tier that its requests are over, and shut it down."""
+        """Report the end of all `requests` to every tier, and shut it down."""
         contexts = list(requests)
         for guarded in self:
             for req_context in contexts:

@@ -1,8 +1,8 @@
-"""Uses of blocks in memory: the tiers below are told of them, and are offered again the blocks that they lack.
+"""Uses of blocks in the primary tier: they are reported to the secondary tiers, and missing blocks are offered again.
 
-The manager notes uses, and gives them to every tier a few times a second, on its thread. A tier never sees a load of a
-block that requests find in the primary tier, and would evict the block as unused. A block that a tier lacks although it
-is used was refused, failed or evicted. It is offered again while the tier stores nothing. The keys that wait have a
+The manager notes uses, and reports them to every tier a few times a second, on its thread. Otherwise a tier never sees
+the use of a block that requests find in the primary tier, and would evict the block as unused. A used block that a tier
+lacks was refused, failed or evicted. It is offered again while the tier stores nothing. The keys that wait have a
 limit.
 """
 
@@ -20,21 +20,21 @@ from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
 INTERVAL_S: Final = 0.25
-"""How often tiers are told, at least."""
+"""Seconds between two reports of uses to the tiers, at most."""
 STORED_SHARE: Final = 4
-"""They are told sooner once one row of the primary tier in so many was stored: tiers evict because of stores."""
+"""A report comes sooner once one row in so many of the primary tier was stored: tiers evict because of stores."""
 NOTED_MAX: Final = 4096
-"""Keys that are gathered between two times; of one call even more. Others are not noted: a hot block is used again."""
+"""Keys that are gathered for a report; the last call may exceed it. Later keys are not noted: hot blocks come again."""
 TOLD_AT_ONCE: Final = 512
-"""Keys that tiers are told at once. The rest come before the same ones are told again."""
+"""Keys of a report, mostly. Reported keys are left out of reports until the others have had room in one."""
 LACKED_MAX: Final = 1 << 16
 """Refused or failed blocks that are remembered for each tier, at most as many as the primary tier has rows."""
 WANTED_MAX: Final = 4096
 """Blocks that wait to be offered again to a tier."""
 PAUSE_MAX_S: Final = 64.0
-"""How long nothing is offered again after a failure, at most; 1 s after the first, and twice as long after each."""
+"""The longest pause, in seconds, after a failed store. The first pause is 1 s; each further failure doubles it."""
 EVICTED_SHARE: Final = 4
-"""One row of the primary tier in so many may be stored again at once because a tier has evicted its block. Over time it
+"""One row in so many of the primary tier may be stored again at once because a tier has evicted its block. Over time it
 is one primary tier an hour: a tier that is smaller than the hot blocks must not be written without end."""
 _EVICTED_MIN: Final = 64
 _HOUR_S: Final = 3600.0
@@ -46,15 +46,15 @@ class Uses:
     def __init__(self, rows: PrimaryRows, tiers: Sequence[GuardedTier], clock: Callable[[], float]) -> None:
         self._numbers = {guarded.name: guarded.number for guarded in tiers}
         self._tiers = [_Lacked(guarded, rows, self._numbers, clock) for guarded in tiers]
-        self._noted: list[list[OffloadKey]] = []
-        self._room = NOTED_MAX if tiers else 0
-        self._told: set[OffloadKey] = set()
+        self._noted: list[list[OffloadKey]] = []  # the keys of each call, until the next report
+        self._room = NOTED_MAX if tiers else 0  # keys that may still be noted
+        self._told: set[OffloadKey] = set()  # reported keys that are left out of reports for now
         self.due_s = 0.0 if tiers else math.inf
         """When `act` has something to do; in the past while blocks wait to be offered again."""
         self._tell_s = self.due_s
         self._stores_max = max(1, rows.backend.num_blocks // STORED_SHARE)
         self._stores_left = self._stores_max
-        """After how many more stored blocks the tiers are told sooner."""
+        """After so many more stored blocks, the next report comes at once."""
 
     def note(self, keys: Collection[OffloadKey]) -> None:
         """Note that a request uses blocks, which may be in the primary tier. Hot path: runs for each load."""
@@ -69,7 +69,7 @@ class Uses:
             self._tell_s = self.due_s = 0.0
 
     def act(self, now_s: float) -> None:
-        """Tell the tiers if it is time, and offer lacking blocks to the tiers that store nothing now."""
+        """Report uses to the tiers if a report is due, and offer missing blocks to tiers that store nothing now."""
         if now_s >= self._tell_s:
             self.tell(now_s)
         for lacked in self._tiers:
@@ -78,7 +78,7 @@ class Uses:
         self._set_due()
 
     def tell(self, now_s: float, most: int | None = TOLD_AT_ONCE) -> None:
-        """Touch the noted blocks in every tier, and find out which of them it lacks."""
+        """Touch the noted blocks in every tier, and find out which of these blocks the tier lacks."""
         if self._tell_s == math.inf:
             return
         self._tell_s, self._stores_left = now_s + INTERVAL_S, self._stores_max
@@ -108,7 +108,7 @@ class Uses:
             lacked.clear()
 
     def stop(self) -> None:
-        """Tell and offer nothing any more: the tiers are being closed."""
+        """Report and offer nothing any more: the tiers are being closed."""
         self.clear()
         self._room, self._tell_s = 0, math.inf
         self.due_s = math.inf
@@ -118,7 +118,7 @@ class Uses:
 
 
 class _Lacked:
-    """The blocks that one tier lacks and that were used since: it owns their stores."""
+    """The used blocks that one tier lacks. This object is the `JobOwner` of their stores."""
 
     def __init__(
         self,
@@ -133,12 +133,12 @@ class _Lacked:
         self._clock = clock
         num_rows = rows.backend.num_blocks
         self.wanted: dict[OffloadKey, None] = {}
-        if guarded.admission.is_open():  # else a load is an offer, and refused blocks are offered again by it
+        if guarded.admission.is_open():  # else `Cascade` offers refused blocks again when they are loaded
             guarded.lacking_max = min(num_rows, LACKED_MAX)
-        self._pause_s = self._after_s = 0.0
-        self._evicted_max = max(num_rows // EVICTED_SHARE, _EVICTED_MIN)
+        self._pause_s = self._after_s = 0.0  # the last pause, and when it ends
+        self._evicted_max = max(num_rows // EVICTED_SHARE, _EVICTED_MIN)  # blocks; `_evicted_room` are left now
         self._evicted_room, self._evicted_s = float(self._evicted_max), clock()
-        self._refill = num_rows / _HOUR_S
+        self._refill = num_rows / _HOUR_S  # of `_evicted_room`, in blocks a second
         self._reports_absent = guarded.overrides("take_absent")
         self._is_told = guarded.overrides("touch")
 
@@ -213,7 +213,7 @@ class _Lacked:
             self.wanted.popitem()
 
     def _may_store(self, key: OffloadKey) -> CPUBlock | None:
-        """Return a ready block that belongs into this tier; None if a setting keeps it out."""
+        """Return the ready block of a key; None if there is none, or if a setting keeps it out of this tier."""
         block = self._rows.blocks.get(key)
         if block is None or block.ref_cnt < 0:
             return None

@@ -14,6 +14,8 @@ from tiered_kv.tiering.base import JobResult, SecondaryTierManager
 
 
 def _passed_on(name: str) -> Any:  # Any: a method as the contract has it
+    """Return a method that calls the method `name` of the inner tier."""
+
     def method(self: WrapperTier, *arguments: Any, **named: Any) -> Any:
         return getattr(self.inner, name)(*arguments, **named)
 

@@ -29,7 +29,7 @@ RATE_WEIGHT: Final = 0.1
 FORGET: Final = 0.98
 """Factor for the counted returns each minute: they halve in half an hour."""
 PRIOR_BLOCKS: Final = 64.0
-"""Weight, in blocks, of the prior in each group: that its blocks return as often as blocks of all groups."""
+"""Weight, in blocks, of the first estimate for each group: its blocks return as often as the blocks of all groups."""
 OFFERS_MAX: Final = 1 << 16
 """Offers that are remembered, in about 20 MiB."""
 REQUESTS_MAX: Final = 1 << 14
@@ -39,11 +39,12 @@ SIZES: Final = (0.5, 1.0, 2.0)
 SHARED_HEAD: Final = 0.25
 """A request with fewer hits than this part of the mean may only share its head with others."""
 MEAN_WEIGHT: Final = 0.01
-"""Weight of a request in both means."""
+"""Weight of a request in the two means: of its hits, and of its new blocks."""
 HELD, LOST, NEW = range(3)
-"""Groups: refused blocks that are used in the primary tier, blocks that the primary tier has lost, first new group.
+"""Groups. `HELD`: refused blocks that were used in the primary tier. `LOST`: blocks that the primary tier has lost.
 
-A request's known and new blocks are in separate groups: together they lost 3 % of the hits at a quarter of the bytes.
+`NEW` is the first group of new blocks. A request's known and new blocks are in separate groups. In one group they lost
+3 % of the hits, at a quarter of the bytes.
 """
 GROUPS: Final = NEW + 2 * (len(SIZES) + 1)
 
@@ -70,7 +71,7 @@ class _Request:
     group: int = -1
     """The group of its new blocks; negative before the first."""
     admitted: dict[int, bool] = field(default_factory=dict)
-    """By group."""
+    """Whether its blocks are admitted, by group."""
     is_cut: bool = False
     """A block was refused, so that later blocks of the request are worthless."""
 
@@ -88,7 +89,7 @@ class WriteBudget(Admission):
     Each block belongs to a group. The budget learns how many blocks of each group are asked for again after the primary
     tier has lost them (*returns*). Each minute it chooses the groups with most returns.
 
-    `moved_blocks` returns how many blocks the tier has relocated, and so written again, since it was opened.
+    `moved_blocks` returns how many blocks the tier has relocated, and so written again, since the tier was opened.
     """
 
     reason = Reason.WRITE_BUDGET
@@ -104,7 +105,7 @@ class WriteBudget(Admission):
         self._moved_blocks, self._moved = moved_blocks, 0  # as of this minute's beginning
         self._minute = int(clock() // MINUTE_S)
         a_minute = hour_bytes // WINDOW_MINUTES
-        # In each of the last minutes, with moved blocks.
+        # Bytes written in each of the last minutes, with moved blocks; this minute comes last.
         self._stored_bytes = deque([a_minute] * (WINDOW_MINUTES - 1) + [0])
         self.room_bytes = hour_bytes - sum(self._stored_bytes)
         """Bytes that may be stored now; negative if the tier has moved more than that."""
@@ -112,7 +113,7 @@ class WriteBudget(Admission):
         self._offers: OrderedDict[OffloadKey, _Offer] = OrderedDict()
         self._offered = 0  # blocks
         self._decided = 0  # requests with new blocks
-        self._position_mean = self._count_mean = 0.0
+        self._position_mean = self._count_mean = 0.0  # of requests' first new position, and number of new blocks
         self._minutes_seen = 0
         self._wanted = [0] * GROUPS  # blocks offered in this minute, up to the first refused one
         self._rates = [0.0] * GROUPS  # the rates of `_wanted`, in blocks a minute
@@ -207,7 +208,7 @@ class WriteBudget(Admission):
         return count
 
     def _charge(self, blocks: int) -> None:
-        """Take blocks that are written from the budget."""
+        """Subtract written blocks from the budget."""
         self._stored_bytes[-1] += blocks * self._block_bytes
         self.room_bytes -= blocks * self._block_bytes
 

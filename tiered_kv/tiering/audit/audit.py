@@ -266,7 +266,7 @@ class Audit:
     # One step each.
 
     def _ask(self, audited: Audited) -> None:
-        """Look up, tier by tier, the blocks whose tier is not known yet."""
+        """Look up, tier by tier, the blocks without a known tier."""
         rest = [key for key, guarded in audited.asked.items() if guarded is None]
         for guarded in self._tiers:
             if not rest:
@@ -322,6 +322,7 @@ class Audit:
             self._spare_rows.compare(pair)
 
     def _judge(self, audited: Audited, tier: str, key: OffloadKey, difference: float) -> None:
+        """Count the verdict on one block of `tier`; stop the tier if the rules say so."""
         audited.compared += 1
         audited.largest = max(audited.largest, difference)
         self._largest[tier] = max(self._largest.get(tier, 0.0), round(min(difference, _SHOWN_MAX), 6))
