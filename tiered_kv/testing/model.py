@@ -274,10 +274,10 @@ class StackModel:
 
 
 class WatchedTier(JobWrapperTier):
-    """Notes the manager's violations of the rules for rows in the ledger, which all tiers of the stack share.
+    """Notes in the ledger, which all tiers of the stack share, where the manager violates the rules for rows.
 
-    Two jobs must not use one row if one of them writes. The source of a store must not change from submission to
-    report, even if the job has expired meanwhile. The wrapped tier must return at once.
+    Two jobs must not use one row if one of them writes it. The source of a store must not change from submission to
+    report, even if the job has expired meanwhile. The wrapped tier must return at once: the manager's thread calls.
     """
 
     def __init__(self, inner: SecondaryTierManager, ledger: RowLedger) -> None:

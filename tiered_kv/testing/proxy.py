@@ -45,7 +45,7 @@ class Faults:
     Args:
         latency_s: A delay of each byte; the bandwidth does not change.
         bytes_per_s: The bandwidth of each connection; None for no limit.
-        stalls: The proxy takes bytes, and does not deliver them until this is switched off.
+        stalls: The proxy takes bytes, and does not deliver them until this fault is switched off.
         cut_after_bytes: Each connection ends after so many bytes, new ones too.
         cut_by_reset: The cut sends RST in place of FIN. (TCP itself answers data that comes after a FIN with RST.)
         flip_at_byte: Flips the lowest bit of the byte at this offset.
@@ -92,7 +92,7 @@ class FaultProxy:
         self.close()
 
     def set_faults(self, faults: Faults, *directions: Direction) -> None:
-        """Replace the faults of these directions, by default of both, on open and new connections."""
+        """Replace the faults of `directions`, by default of both, on open and new connections."""
 
         async def switch() -> None:
             for direction in directions or Direction:

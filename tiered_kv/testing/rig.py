@@ -43,7 +43,7 @@ def make_keys(count: int, label: str = "block", group_idx: int = 0) -> list[Offl
 
 
 def block_content(key: OffloadKey, size_bytes: int, epoch: int = 0) -> bytes:
-    """Return the bytes that a test stores under `key`; they differ by key and epoch."""
+    """Return the bytes that a test stores under `key`; other keys and epochs have other bytes."""
     return (_cached_noise if size_bytes <= _CACHED_BYTES_MAX else _noise)(key, size_bytes, epoch)
 
 

@@ -73,7 +73,7 @@ class ConnectionEnd(Enum):
 class WireBench:
     """A tier behind a network with faults, and the checks before, during and after a fault.
 
-    `TierUnderWireFaults` explains the times.
+    `TierUnderWireFaults` explains the arguments, in seconds.
     """
 
     def __init__(

@@ -22,6 +22,7 @@ class Budget:
 
     @property
     def room(self) -> int:
+        """Blocks that new jobs may take; at most 0 if there is no room."""
         return self.blocks_max - self.blocks - self.reserved_blocks
 
     @property

@@ -1,7 +1,7 @@
 """The factory of secondary tiers: it makes them from their settings.
 
 A stack, `DirectTiers` and vLLM's tier call it when they open, on the thread that opens them. What must stay true: a
-`required` tier is open when `create` returns, or `create` raises. Another tier delays it by `_OPTIONAL_S` at most.
+`required` tier is open when `create` returns, or `create` raises. Others delay an opening by at most `_OPTIONAL_S`.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class CacheManager(OffloadingManager):
         """Announce that a request will look up at most `blocks` blocks, after `before` blocks that the engine has.
 
         Then no lookup asks a tier that would deliver the blocks later than the engine computes them. If only the first
-        blocks come in time, only these are loaded. With `is_whole` all or none are: for an engine with several KV cache
-        groups, or with a sliding window only.
+        blocks come in time, only these are loaded. With `is_whole` all blocks are loaded or none: for an engine with
+        several KV cache groups, or with a sliding window only.
         """
 
     @abstractmethod
@@ -125,7 +125,7 @@ class CalledManager(CacheManager):
 
     @abstractmethod
     def let_go(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """End a request's holds of promoted blocks that it does not load."""
+        """Hold ready blocks no longer for a request that does not load these blocks."""
 
     @abstractmethod
     def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:

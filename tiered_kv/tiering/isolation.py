@@ -56,7 +56,7 @@ class IsolatedTier(WrapperTier):
     """Runs the methods of `inner` on one daemon thread, loads before stores.
 
     The scheduler's thread appends messages and reads answers; the tier's thread reads messages and appends answers.
-    Both use only atomic operations of deque and set.
+    Both threads use only atomic operations of deque and set.
 
     After an exception of the tier, its thread calls `note_exception` with the method's name.
     """
@@ -126,7 +126,7 @@ class IsolatedTier(WrapperTier):
         self._lookups.expire()
         self._ensure_thread()
         if self._running and self._on_finished is not None and not (self._thread and self._thread.is_alive()):
-            self._collect()  # a caller waits for its memory: a job that hung when the tier was closed may have ended
+            self._collect()  # a program waits for its memory: a job that hung when the tier was closed may have ended
         return _take_all(self._results)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -311,7 +311,7 @@ class IsolatedTier(WrapperTier):
                 result = checked_result(raw)
                 is_known = result.job_id in self._running
                 self._running.discard(result.job_id)
-            except WrongValueError:  # for the breaker
+            except WrongValueError:  # `GuardedTier` checks it again, and counts a failure for the breaker
                 result, is_known = raw, False
             if is_known or len(self._results) < UNKNOWN_RESULTS_MAX:
                 self._results.append(result)

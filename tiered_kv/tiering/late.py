@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class LateTier(SecondaryTierManager):
-    """Stands for a tier that cannot be opened yet, and passes calls on once it can. The manager's thread calls it.
+    """Stands for a tier that is not open yet, and then passes calls to the open tier. The manager's thread calls it.
 
     A reset that came before the tier was open is made when the tier is taken in. So older blocks are never found.
 

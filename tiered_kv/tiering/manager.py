@@ -30,7 +30,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
 
     Args:
         primary: The rows of the primary tier; `shutdown` closes them.
-        secondary_tiers: The tiers below it, in search order. One that is not `is_nonblocking` runs on its own thread.
+        secondary_tiers: The tiers below it, in search order. A tier without `is_nonblocking` runs on its own thread.
         settings: The limits and the name of each tier; by default the settings of its `tier_type`.
         hints: Names of the hints that are used.
         block_tokens: Tokens of a block; 0 if unknown.

@@ -37,8 +37,8 @@ class Prefetches:
     """Looks up the prefixes that requests will need, in the order of the requests. Owned by the manager's thread.
 
     A prefix is looked up to its first miss, or to a block that would come too late. Its blocks are held for `hold_s` at
-    most. A request that is queued for longer still uses its part of the room. So requests far behind do not replace
-    blocks that are needed sooner.
+    most. A request that is queued for longer still uses its part of the promotion budget. So requests far behind do not
+    replace blocks that are needed sooner.
     """
 
     def __init__(self, rows: PrimaryRows, promotions: Promotions, search: Search) -> None:

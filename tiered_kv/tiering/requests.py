@@ -111,7 +111,7 @@ class LoadState:
 
 @dataclass(slots=True, eq=False)
 class StoreState:
-    """The stores of a request, and the tiers' wishes for its end. The manager writes it."""
+    """The stores of a request, and the tiers that want its blocks when it ends. The manager writes it."""
 
     pending: int = 0
     """Keys between `prepare_store` and `complete_store`."""
@@ -195,7 +195,7 @@ class RequestTable:
         self.states: dict[str, RequestState] = {}
         """By request id; "" is the anonymous request."""
         self.finished: dict[RequestState, float] = {}
-        """Finished requests, and until when their last stores may take; the earliest first."""
+        """Finished requests, each with the time (seconds) at which it is over; the earliest first."""
         self._load_skippers: set[str] = set()
         """Requests that load nothing: those with the hint `skip: load`, and the outdated ones."""
         self.ready_min = 0
@@ -203,7 +203,7 @@ class RequestTable:
         self._outdated: dict[str, None] = {}
         """Requests that began before a reset and have not ended, oldest first. They store and load nothing."""
         self.pushed_out: list[RequestState] = []
-        """Requests that are over since `requests_max` newer ones began."""
+        """Requests that are over, because `requests_max` newer requests have begun."""
         self._anonymous_until_s = 0.0
         self.forgotten = self.skipped_blocks = 0
 

@@ -1,7 +1,7 @@
 """Search: asking the secondary tiers, in order, for a block that the primary tier does not have.
 
-The manager and `Prefetches` call it, on the manager's thread. What must stay true: the wait of a request has a limit.
-The search's owner learns which request asks before it learns of the request's misses.
+The manager and `Prefetches` call it, on the manager's thread. What must stay true: each wait of an engine's request has
+a limit. The search's owner learns which request asks before it learns of the request's misses.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class _Verdict(Enum):
 class Search:
     """Answers lookups from the secondary tiers, and starts promotions. Owned by the manager's thread.
 
-    `wait_max_s` bounds the whole waiting of a request: for a tier's answer, for room, for another request's store, and
-    for a promotion. The time between two lookups counts from the first answer None on, up to `PAUSE_S_MAX`. It is reset
-    when the request loads blocks that were promoted for it. At the bound, blocks that are not ready are misses for the
-    request until it ends. A request that `waits_for_room` has no such bound: its caller has one.
+    `wait_max_s` limits all waits of a request together: for a tier's answer, for room, for another request's store, and
+    for a promotion. The time between two lookups counts from the first answer None on, up to `PAUSE_S_MAX`. The sum is
+    reset when the request loads blocks that were promoted for it. At the limit, blocks that are not ready are misses
+    for the request until it ends. A request that `waits_for_room` has no such limit: its caller has one.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class Search:
         is_new = lookups.asking_pass is not self._pass
         if is_new:
             if lookups.asking_pass is not lookups.waiting_pass or self._now_s - lookups.asked_s > PAUSE_S_MAX:
-                lookups.denied.clear()  # it does not wait any more
+                lookups.denied.clear()  # the request does not wait any more
             lookups.asking_pass = self._pass
             if lookups.asked_s < self._now_s and not state.loads.waits_for_room:
                 lookups.count_wait(self._now_s, self._wait_max_s)

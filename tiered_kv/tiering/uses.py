@@ -85,7 +85,7 @@ class Uses:
         if self._noted:
             noted, self._noted, self._room = self._noted, [], NOTED_MAX
             told = self._told
-            # The last use first, each with its head first: see `SecondaryTierManager.touch`.
+            # The last use first, each use in the order of its prefix: see `SecondaryTierManager.touch`.
             keys = [key for key in dict.fromkeys(itertools.chain.from_iterable(reversed(noted))) if key not in told]
             if most is not None and len(keys) > most and len(told) < WANTED_MAX:
                 del keys[most:]

@@ -1,8 +1,8 @@
 """A write budget: the choice of blocks for a tier that may write only a number of bytes an hour.
 
 It takes the place of `Admission` in a `GuardedTier`, on the scheduler's thread. The bytes that the tier moves inside
-its storage count too. In any hour it admits no more than the budget. It prefers groups of blocks that return most
-often.
+its storage count too. What must stay true: in any hour without a restart it admits no more than the budget. It prefers
+groups of blocks that requests ask for again most often.
 """
 
 from __future__ import annotations

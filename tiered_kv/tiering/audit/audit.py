@@ -1,10 +1,10 @@
 """The audit: a share of requests is computed anew, and the stored blocks are compared with the computed ones.
 
 A namespace cannot contain everything that shapes a block's bytes. So the lookups of audited requests are answered with
-misses. The engine computes their blocks and stores them. Each is compared with the copy that a tier has:
+misses. The engine computes their blocks and stores them. Each block is compared with the copy that a tier has:
 
 - In the primary tier: the engine writes into a *spare row* instead, and both rows are compared.
-- In a secondary tier: the engine stores it as any new block, and the tier's copy is loaded into a spare row.
+- In a secondary tier: the engine stores the block as a new one, and the tier's copy is loaded into a spare row.
 
 `AuditedManager` calls it, and `GuardedTier` reports its loads to it, on the manager's thread. What must stay true: an
 audited request uses no stored block, and a spare row is free once its comparison or its job has ended.
@@ -81,7 +81,7 @@ class Audit:
         self._loads: dict[SubmittedJob, list[Pair]] = {}  # pairs whose spare row a job is loading
         self._verdicts = {name: Counter[str]() for name in (PRIMARY_NAME, *(guarded.name for guarded in tiers))}
         self._largest: dict[str, float] = {}  # the largest difference, by tier
-        self._abandoned: Counter[str] = Counter()  # by reason
+        self._abandoned: Counter[str] = Counter()  # blocks, by reason
         self._num_requests = self._busy_requests = 0
 
     @property
