@@ -34,7 +34,7 @@ _PAUSE_MIN_S = 0.05
 _PAUSE_MAX_S = 2.0
 _RENEW_PAUSE_S = 0.5
 _NARROW_S = 600.0
-"""How long loads ask for fewer bytes at once, after a closed connection. A proxy may have closed it instead."""
+"""How long loads ask for fewer bytes at once, after a closed connection. It ends, as a proxy may be the cause."""
 _PROBE_NAME = "tkv1:probe"  # no block has it
 
 
@@ -60,7 +60,7 @@ class Node:
         self.label = label
         self.said: MutableMapping[RedisReason, str] = {} if said is None else said
         self._pending_bytes_max: int | None = None
-        self._narrow_until_s = -math.inf
+        self._narrow_until_s = -math.inf  # until when `_pending_bytes_max` counts
         self._is_cut_off = False  # a connection was closed while replies were pending, and no load has ended since
         self._limit = LogLimit()
         self._on_connect = on_connect

@@ -52,9 +52,9 @@ class Topology:
         self.said: dict[RedisReason, str] = {}
         self._nodes: dict[Address | None, Node] = {}  # as `_owners`, replaced as a whole: no lock
         self._owners: Mapping[int, Node] = {}  # by a cluster's slot; otherwise the only server has number 0
-        self._is_stale = settings.mode != "standalone"
+        self._is_stale = settings.mode != "standalone"  # whether the next `split` asks for addresses
         self._reason: RedisReason | None = None  # why the last request for addresses failed
-        self._asked_s = -math.inf
+        self._asked_s = -math.inf  # when the last request for addresses ended
         self._asker = BackgroundTask(self._ask, "tiered-kv-redis-topology")
         if settings.mode == "standalone":
             self._use({0: settings.addresses[0] if settings.socket is None else None})

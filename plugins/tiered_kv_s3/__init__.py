@@ -24,11 +24,11 @@ credentials (`access.BucketAccess`).
 
 How room is made. With `ttl` or `capacity`, one process of the namespace at a time lists all blocks (`sweeper.Sweeper`;
 `sweep_right.SweepRight` decides which process). It deletes blocks that are too old, and then the oldest beyond the
-capacity. A used block that is half as old as these is renewed: the server copies it onto itself. Without either setting
-no sweep runs.
+capacity. A used block that is half as old as the deleted ones is renewed: the server copies it onto itself. Without
+either setting no sweep runs.
 
 What a restart does. The process reads the epoch's mark (`epoch.EpochObject`). Lookups find all blocks of that epoch. A
-reset draws another epoch (`S3Tier.reset_cache`). Sweeps delete the older blocks, as blocks that nobody uses.
+reset draws another epoch (`S3Tier.reset_cache`). Nobody uses the older blocks, so sweeps delete them.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ from tiered_kv_s3.verdict import sentence
 
 DEFAULT_REGION = "us-east-1"
 REFRESH_S = 60.0
-"""Seconds between two calls of the provider. boto3's providers fetch new ones some ten minutes before the end."""
+"""Seconds between two calls of the provider. boto3's providers replace credentials some minutes before their end."""
 RENEW_PAUSE_S = 5.0
-"""The pause between two attempts to get new credentials. An attempt that gets the same ones doubles the next."""
+"""The pause between two attempts to get new credentials. An attempt that gets the same ones doubles the next pause."""
 RENEW_PAUSE_MAX_S = 60.0
 RENEW_WAIT_S = 2.0
 """How long a request waits for other credentials, if its own may be right and lack only a permission."""
@@ -69,7 +69,7 @@ class BucketAccess:
         self._limit = LogLimit()  # by operation, reason and level
         self._renew_pause_s = RENEW_PAUSE_S
         self._problem = "no thread can be started that asks for credentials"  # why there are no credentials
-        self._asked_s = self._renewed_s = -math.inf
+        self._asked_s = self._renewed_s = -math.inf  # the last call of the provider, and the last `renew`
         for part in _LOGGERS_OF_REQUESTS:
             logger = logging.getLogger(f"botocore.{part}")
             if logger.level == logging.NOTSET:

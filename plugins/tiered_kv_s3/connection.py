@@ -152,7 +152,7 @@ class Connection:
         while waiting:
             self._socket.settimeout(self.patience.next_timeout_s())
             waiting = rest_of(waiting, self._socket.sendmsg(waiting))
-        # Some servers send the body once the head is acknowledged. The kernel may delay that by 40 ms.
+        # Some servers send the body once the head is acknowledged. By default, acknowledgements are 40 ms late.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def receive_head(self, *, has_body: bool = True) -> Answer:

@@ -1,8 +1,8 @@
 """The processes of a namespace agree that one of them sweeps: listings cost money, and all would list the same.
 
-The object `sweep` names the process that swept last; the object's age tells when. The sweeper's thread of each other
-process finds it younger than `_FRESH` of the interval, and does not sweep. If the named process ends, the object
-becomes old, and another process takes over. Now and then two sweep at once, which does no harm.
+The object `sweep` names the process that swept last; the object's age tells when. While it is younger than `_FRESH`
+of the interval, the sweeper's thread of any other process does not sweep. If the named process ends, the object becomes
+old, and another process takes over. Now and then two sweep at once, which does no harm.
 
     tiered-kv sweep 1 PROCESS DELETED_S USED_BYTES
 

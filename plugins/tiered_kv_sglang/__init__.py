@@ -3,7 +3,7 @@
 SGLang takes `TieredKVHiCache` for `--hicache-storage-backend dynamic`, with this module's name as `module_path`;
 docs/how-to/sglang.md has the configuration.
 
-Who calls it, and on which thread. SGLang has a thread each for lookups, loads and stores. Their calls
+Who calls it, and on which thread. SGLang has one thread for lookups, one for loads, one for stores. Their calls
 (`backend.TieredKVHiCache.batch_exists`, `batch_get_v1`, `batch_set_v1` and the forms with several pools) wait until no
 tier uses the pages any more, since SGLang reuses them then. The scheduler's thread registers pools, clears and closes.
 

@@ -68,14 +68,14 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         self._facts = engine_facts(self._settings.namespace)
         self._pools: dict[str, PagePool] = {}
         self._tiers: dict[str, list[tuple[Parts, DirectTiers]]] = {}
-        """By the pool's name."""
-        self._is_used = False
+        """The parts of each size with their tiers, by the pool's name."""
+        self._is_used = False  # whether a thread of SGLang has called the tiers
         self._clear_lock = threading.Lock()
-        """Guards the next two, and lets a call reach the tiers of all parts before a clear or after it."""
+        """Guards `_callers` and `_outdated`. A call reaches the tiers of all parts before a clear or after it."""
         self._callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._outdated: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         """Threads that may hold pages from before a clear. They store and load nothing."""
-        self._load_s_max = sum(tier.job_timeout for tier in self._settings.tiers)
+        self._load_s_max = sum(tier.job_timeout for tier in self._settings.tiers)  # of a load through all tiers
         self._load_until_s = math.inf
         """Time at which the running load should have ended. SGLang has one thread for loads."""
         self._metrics = StorageMetrics()
@@ -147,7 +147,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or ():
             if transfer.hit_policy is PoolHitPolicy.BLOCK_GROUPS:
-                continue  # another form of the same pages; none is stored here
+                continue  # another form of the same pages, which is not stored here
             found = self._run("contains", transfer.name, keys[:pages])
             if transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
@@ -172,7 +172,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         }
 
     def _unused(self, *_: object, **__: object) -> bool:
-        """Stand for the abstract methods that SGLang calls without `interface_v1` only, which is required here."""
+        """Replace the abstract methods that SGLang calls only without `interface_v1`, which our settings require."""
         return False
 
     exists = get = batch_get = set = batch_set = _unused
@@ -222,7 +222,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     def _move(
         self, method: Literal["load", "store"], name: str, keys: Sequence[str], host_indices: torch.Tensor | None
     ) -> list[bool]:
-        """Load or store whole pages; return for each whether all of its parts were."""
+        """Load or store pages; return for each page whether all of its parts were moved."""
         pool = self._pools.get(str(name))
         if pool is None or host_indices is None or host_indices.numel() != len(keys) * pool.page_slots:
             _log.error("cannot %s %d pages of the pool '%s': SGLang gave no place for each", method, len(keys), name)

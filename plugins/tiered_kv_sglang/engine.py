@@ -1,8 +1,9 @@
-"""HiCache's extra config; the facts that shape the bytes of an engine's pages; and the namespace of each host pool.
+"""HiCache's extra config, the facts that shape the bytes of an engine's pages, and the namespace of each host pool.
 
-Everything counts that is not an ignored setting, so additions of a later SGLang count by default: settings, variables
-of the environment, packages. `ignored_settings.toml` names the rest, and sections of settings about other things than
-the model. The page docs/reference/namespaces.md lists all.
+`TieredKVHiCache` calls it on the scheduler's thread, when it is made and when it opens its tiers. Everything must count
+that is not an ignored setting: settings, variables of the environment, packages. So additions of a later SGLang count
+by default. `ignored_settings.toml` names the ignored settings, and sections of settings about other things than the
+model. The page docs/reference/namespaces.md lists all.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ LOCATION = "hicache_storage_backend_extra_config"
 """Path of the extra config, for messages."""
 
 RANK_VARIABLE = "TIERED_KV_RANK"
-"""In an entry's texts, the number of the process among all those that hold a part of one copy of the model."""
+"""Variable in the texts of an entry: the number of the process, among the processes that hold one copy of the model."""
 REPLICA_VARIABLE = "TIERED_KV_REPLICA"
-"""The number of that copy, with data parallelism."""
+"""Variable in the texts of an entry: the number of the copy, with data parallelism."""
 
 
 class HiCacheNamespace(UserModelNamespace):
@@ -115,7 +116,7 @@ _PACKAGES = (
     "helion", "hpc", "fla-core", "flydsl", "mlx", "torch-npu", "torchair", "spas_sage_attn", "wave-lang",
     "intel-extension-for-pytorch", "kt-kernel", "petit-kernel", "vector-quantize-pytorch",
 )  # fmt: skip
-"""Packages, and modules without a package, that count beside the ones that `computing_packages` finds by metadata."""
+"""Packages, and modules without a package, that count besides the packages that `computing_packages` finds."""
 
 _PLUGINS = re.compile(r"^sglang\.")
 """Groups of entry points whose packages count: they bring models, platforms, hooks."""
@@ -128,8 +129,8 @@ _VARIABLES = re.compile(
     "^(ATEN_CPU_CAPABILITY|IS_H200|NVIDIA_TF32_OVERRIDE|TIMM_FUSED_ATTN|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
     "VIDEO_MAX_PIXELS|XHS_VIDEO_JPEG_QUALITY)$"
 )
-"""Variables that count, of SGLang and of the libraries that it computes with, unless `ignored_settings.toml` names
-them. Those for metrics, logs, transfers, schedules and parts of the server do not."""
+"""Variables of SGLang and of its computing libraries that count, unless `ignored_settings.toml` names them. Variables
+for metrics, logs, transfers, schedules and parts of the server do not count."""
 IGNORED = ignored_settings(Path(__file__).parent)
 _GEOMETRY = ("start_layer", "end_layer", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
 """Attributes that host pools may have for their layers and heads."""
@@ -252,7 +253,7 @@ def _plain(value: Any) -> object:  # Any: a value of a configuration
 
 
 def process_variables() -> tuple[dict[str, str], dict[str, int]]:
-    """Return the variables that identify an engine's process: their values here, and the numbers of processes."""
+    """Return the variables that identify an engine's process: their values here, and how many values each has."""
     parallel = get_parallel()
     ranks, replicas = int(parallel.launch_world_size), int(parallel.dp_size)
     rank = int(parallel.launch_world_rank) if ranks > 1 else 0
@@ -310,8 +311,8 @@ def namespace_of(
 def _parallel(name: str, pool: Any, config: HiCacheStorageConfig) -> Parallel:  # Any: a host pool
     """Return the part of the model that a pool has.
 
-    Replicas of a pool within the tensor parallel group are one part: SGLang stores them once. That is so in models with
-    latent attention, but for states.
+    In models with latent attention, all ranks of the tensor parallel group have the same pool, but for states. SGLang
+    stores it once, so its replicas are one part.
     """
     is_replicated = config.is_mla_model and name != PoolName.MAMBA
     if is_replicated and config.tp_size > 1 and isinstance(pool, MHATokenToKVPoolHost):

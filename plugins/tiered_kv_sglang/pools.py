@@ -1,8 +1,11 @@
 """SGLang's host pools: the places of a page's parts in memory.
 
-A page is the KV cache of some tokens, or a recurrent state. A host pool keeps it in one or more runs of bytes: keys and
-values, in a layer-first layout each layer's, in a Mamba pool each kind of state. Each run is a *part*, with a number
-within its page, and is a block of a tier.
+A page is the KV cache of some tokens, or a recurrent state. A host pool keeps it in one or more runs of bytes: one for
+keys and one for values; in a layer-first layout, one for each layer; in a Mamba pool, one for each kind of state. Each
+run is a *part*, with a number within its page, and is a block of a tier.
+
+`TieredKVHiCache` makes a `PagePool` on the scheduler's thread, and SGLang's threads use it. The places of the parts
+must not change.
 """
 
 from __future__ import annotations
@@ -34,11 +37,12 @@ class Parts:
     """The parts of a pool's pages that have one size.
 
     Args:
-        name: Name of their directory: the pool's, with a number if the pool has several sizes.
-        numbers: Their numbers within a page.
-        address: Begin of the memory that has all of them.
+        name: Name of the parts' directory: the pool's name, with a number if the pool has several sizes.
+        part_bytes: Size of each part.
+        numbers: Numbers of the parts within a page.
+        address: Where the memory begins that has all of the parts.
         memory_bytes: Size of that memory. It may have holes that are not mapped.
-        pool_bytes: Their bytes in the whole pool.
+        pool_bytes: Bytes of the parts in all pages of the pool.
     """
 
     name: str
@@ -60,7 +64,7 @@ class PagePool:
     def __init__(self, name: str, pool: Any) -> None:
         self.name, self.pool = name, pool
         self.page_slots = int(pool.page_size)
-        """SGLang's indices that a page takes."""
+        """How many of SGLang's indices a page takes."""
         self.tensors = _tensors_of(pool)
         """The pool's memory. SGLang drops it when the pool is destroyed; this keeps it."""
         pages = int(pool.size) // int(pool.page_size)
@@ -78,12 +82,12 @@ class PagePool:
             self.parts.append(Parts(part_name, size, numbers, address, end - address, pages * size * len(numbers)))
 
     def keys(self, parts: Parts, page_keys: Sequence[str]) -> list[OffloadKey]:
-        """Return the keys of some parts of some pages, by their page."""
+        """Return the keys of `parts`, page by page. `page_keys` are SGLang's hashes, in hexadecimal."""
         hashes = [bytes.fromhex(key) for key in page_keys]
         return [make_offload_key(each, number) for each in hashes for number in parts.numbers]
 
     def offsets(self, parts: Parts, host_indices: torch.Tensor) -> list[int]:
-        """Return the offsets of those parts in their memory; `host_indices` are the slots of whole pages."""
+        """Return the offsets of `parts` in their memory, in bytes. `host_indices` are those of whole pages."""
         addresses, _ = self.pool.get_page_buffer_meta(host_indices)
         begin, count = parts.address, len(self.sizes)
         return [
@@ -94,7 +98,7 @@ class PagePool:
         """Return the addresses and sizes of the parts of some pages."""
         try:
             addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
-        # Exceptions of pools that have no fixed places.
+        # Pools without fixed places raise these.
         except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"SGLang's host pool '{self.name}' ({type(self.pool).__name__}, layout {self.pool.layout}) has no "

@@ -16,7 +16,7 @@ stack.
 What must stay true. A block is restored only for a prompt that begins with the same tokens: its key is a hash of all
 tokens up to its end (`layout.block_keys`). A model whose keys and values depend on later tokens, or whose cache has
 another layout, is refused (`causality`, `layout`). The weights are part of the namespace (`identity`). Blocks from
-before a reset are neither saved nor restored. Copies on their way take at most `pending_bytes_max`.
+before a reset are neither saved nor restored. Copies that wait for the stack take at most `pending_bytes_max` bytes.
 
 A row of the primary tier has the keys and values of some tokens, of every layer; `layout.CacheLayout` copies between
 rows and a cache's tensors. The stack (`tiered_kv/stack/open.py`) keeps everything else.

@@ -1,9 +1,9 @@
 """Measures whether a model's keys and values depend on later tokens. Such a model is refused.
 
-`PrefixCache.open` calls it, on the caller's thread. Names of settings do not tell: each architecture has its own, and
-some have none. So the model runs on two short prompts that differ in their last token. What it leaves in the cache for
-the tokens before must be the same. Afterwards the model is as before: the attributes of its modules and of its
-configuration, and the state of random numbers.
+`PrefixCache.open` calls it, on the caller's thread. The model's configuration does not say it: each architecture has a
+setting of its own, and some have none. So the model runs on two short prompts that differ in their last token. The keys
+and values of all tokens before must be the same. Afterwards the model must be as before: the attributes of its modules
+and of its configuration, and the state of random numbers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 TOKENS: Final = 8
 """Tokens of a prompt. The last one also ends a block, for models that attend in both directions within small blocks."""
 _PAIRS: Final = 2
-"""Pairs of prompts that must differ. Rounding may choose another expert for a token, but hardly in each pair."""
+"""So many pairs of prompts must differ to refuse a model. Rounding may change the expert in one, hardly in each."""
 
 _TOLERANCES: Final = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.02}
 """The largest difference of a token's keys or values, relative to their norm, that counts as rounding. Most kernels
-give equal bits for prompts of one shape. Those of experts may not: the last token changes which rows they compute
+give equal bits for prompts of one shape. Kernels of experts may not: the last token changes which rows they compute
 together. Such errors begin in the type's last bit, and grow with the layers."""
 _QUANTIZED_TOLERANCE: Final = 0.1
-"""Of models with quantized weights: some scale their activations by the largest value of all tokens."""
+"""The same for models with quantized weights: some scale their activations by the largest value of all tokens."""
 
 _TOKEN_TYPES: Final = ("token_type_ids", "mm_token_type_ids", "segment_ids")
 """Arguments that tokenizers give, by which some models let a prompt's tokens attend in both directions."""
@@ -36,7 +36,7 @@ _SPECIAL_TOKENS: Final = ("pad", "bos", "eos", "unk", "mask", "sep", "cls")
 
 
 def check_causal(model: Any, layout: CacheLayout) -> None:  # Any: a PreTrainedModel
-    """Raise ValueError if a model's keys depend on later tokens, if it cannot be run, or if its cache is another.
+    """Raise ValueError if a model's keys depend on later tokens, it cannot be run, or its cache has another layout.
 
     The model computes at most two pairs of prompts, and as many with token types where it takes them.
     """
@@ -58,7 +58,7 @@ def check_causal(model: Any, layout: CacheLayout) -> None:  # Any: a PreTrainedM
 
 
 class _OtherCacheError(Exception):
-    """What the model leaves in the cache is not as its configuration says."""
+    """The model's cache is not as its configuration says."""
 
 
 def _reason(model: Any, layout: CacheLayout, device: torch.device) -> str | None:
@@ -126,7 +126,7 @@ def _differing_layer(first: States, second: States, tolerance: float) -> int | N
         for part, other in zip(pair, other_pair, strict=True):
             if not torch.equal(part, other):
                 one, two = (each.float().transpose(1, 2).flatten(2) for each in (part, other))
-                if not bool(((one - two).norm(dim=2) <= tolerance * one.norm(dim=2)).all()):  # nor if it is no number
+                if not bool(((one - two).norm(dim=2) <= tolerance * one.norm(dim=2)).all()):  # NaN differs, too
                     return layer
     return None
 
@@ -137,7 +137,7 @@ def _tolerance(model: Any, layout: CacheLayout) -> float:
 
 
 def _device_of(model: Any) -> torch.device:
-    """Return where a prompt belongs. Weights on "meta" with a hook of Accelerate are loaded when they are used."""
+    """Return the device for a prompt. Weights on "meta" with a hook of Accelerate are loaded when they are used."""
     import torch
 
     hooked = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
@@ -149,7 +149,7 @@ def _device_of(model: Any) -> torch.device:
 
 @contextmanager
 def _unchanged(model: Any, device: torch.device) -> Iterator[None]:
-    """Restore the attributes that a forward pass sets, as kinds of attention for short prompts, and random numbers."""
+    """Restore attributes that a forward pass sets, such as the kind of attention, and the state of random numbers."""
     import torch
 
     found = [vars(each) for each in (model.config, *model.modules())]

@@ -1,7 +1,8 @@
 """Digests of a model's configuration and weights, for the namespace.
 
+`PrefixCache.open` calls it, on the caller's thread. If the definition of a digest changes, no stored block is found.
 How the model is run (a known attention implementation, versions of torch and Transformers, kernels, threads) does not
-count: it changes the last bits of a key or value, as of a logit, and not their meaning.
+count: it changes only the last bits of keys, values and logits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _SAMPLE_BYTES = 4096
 
 _REMEDY = "name the model and its revision in the stack's namespace, and pass weights='revision'"
 
-# The model's origin; data types, which the weights' digest has; what a call returns; names of classes.
+# The model's origin; data types, which the weights' digest has; the results of a call; names of classes.
 _NOT_OF_THE_MODEL = frozenset(
     (
         "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "output_attentions",
@@ -45,12 +46,12 @@ _NOT_OF_THE_MODEL = frozenset(
 _EXACT_ATTENTION = frozenset(
     ["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"]
 )
-"""Implementations of attention that compute the same but for the last bits. Others, and yours, may approximate."""
+"""Implementations of attention that compute the same but for the last bits. Other implementations may approximate."""
 
 _FLOAT32_VARIABLES = re.compile(
     "^(NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|(DNNL|ONEDNN)_DEFAULT_FPMATH_MODE)$"
 )
-"""By these, libraries compute products of float32 in fewer bits."""
+"""Variables that make libraries compute products of float32 in fewer bits."""
 
 
 class Weights(StrEnum):
@@ -86,15 +87,15 @@ def namespace_fields(model: Any, layout: CacheLayout, weights: Weights) -> dict[
 
 
 def _approximations(model: Any, layout: CacheLayout) -> dict[str, str]:
-    """Return what changes more than the last bits of how the model is run: nothing, as a rule."""
+    """Return the settings of the run that change more than the last bits of a key or value; as a rule none."""
     import torch
 
     found = {}
     attention = getattr(model.config, "_attn_implementation", None) or "eager"
     if attention not in _EXACT_ATTENTION:
         found["attention"] = str(attention)
-    # A model that is cast once it was made has its rotary embedding's frequencies in 16 bits, too; one that was loaded
-    # in that type has not. They are not among the weights.
+    # A model that was cast after it was made has the frequencies of its rotary embedding in 16 bits, too. A model that
+    # was loaded in that type has not. The frequencies are not among the weights.
     rounded = {
         f"{name} {str(each.dtype).removeprefix('torch.')}"
         for module in model.modules()
@@ -111,7 +112,7 @@ def _approximations(model: Any, layout: CacheLayout) -> dict[str, str]:
 
 
 def _float32_precisions() -> list[str]:
-    """Return in what PyTorch computes products of float32, if not in float32."""
+    """Return the precisions other than float32 in which PyTorch computes products of float32."""
     import torch
 
     products = [getattr(getattr(torch.backends, name), "matmul", None) for name in ("cuda", "mkldnn")]
@@ -167,7 +168,7 @@ def _with_text_keys(value: object) -> object:
         return {str(key): _with_text_keys(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_with_text_keys(item) for item in value]
-    if isinstance(value, (set, frozenset)):  # whose order differs from start to start
+    if isinstance(value, (set, frozenset)):  # a set's order differs from start to start
         return sorted(map(str, value))
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 

@@ -1,8 +1,8 @@
 """The layout of a block in a row of the primary tier, and which models and caches have it; all others are refused.
 
 A block has the keys and values of some tokens, of every layer. It is restored for any prompt that begins with its
-tokens. That is right only if a token's keys and values depend on the tokens up to it and on nothing else, and if the
-cache keeps them all, unchanged.
+tokens. This must stay true: a token's keys and values depend only on the tokens up to it, and the cache keeps them
+all, unchanged. `PrefixCache` calls this module, on the program's threads.
 
 A row is an array of shape (layers, 2, kv_heads, block_tokens, head_dim) in C order, of the cache's data type: for each
 layer its keys, then its values. Tokens and head_dim come last, as in the tensors of Transformers, so that a copy moves
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "layer,kv,head,token,dim"
-"""The name of this order in the namespace."""
+"""The name of a row's order of dimensions, for the namespace."""
 
 States = Sequence["tuple[torch.Tensor, torch.Tensor]"]
 """For each layer its keys and its values, each of shape (1, kv_heads, tokens, head_dim)."""
@@ -40,6 +40,8 @@ class CacheLayout:
         layers: Layers of the model, all alike.
         kv_heads: Heads of the keys and values; with grouped-query attention fewer than those of the queries.
         head_dim: Elements of a head.
+        block_tokens: Tokens of a block.
+        dtype: Data type of the keys and values.
     """
 
     layers: int
@@ -106,7 +108,7 @@ class CacheLayout:
 
 
 ALGORITHM = "blake2b-256-int64le-v1"
-"""The name of `block_keys` in the namespace; a change of its definition gets a new name."""
+"""The name of the algorithm of `block_keys`, for the namespace. Another algorithm gets another name."""
 
 _DIGEST_BYTES = 32
 _PERSON = b"tiered-kv-tok-v1"
@@ -138,8 +140,8 @@ def block_keys(token_ids: np.ndarray[Any, np.dtype[Any]], block_tokens: int, see
 _DTYPES = ("bfloat16", "float16", "float32")
 
 _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
-"""Rotary embeddings whose angles depend on a token's position alone. Those of "dynamic" and "longrope" change with the
-length of the whole prompt, and so do the keys of its first tokens."""
+"""Rotary embeddings whose angles depend on a token's position alone. The angles of "dynamic" and "longrope" change with
+the length of the whole prompt, and so do the keys of its first tokens."""
 
 
 def layout_of(model: Any, block_tokens: int) -> CacheLayout:  # Any: a PreTrainedModel
@@ -155,7 +157,7 @@ def layout_of(model: Any, block_tokens: int) -> CacheLayout:  # Any: a PreTraine
         if not reason:
             kv_heads, head_dim = _head_shape(model.config) or (0, 0)
             return CacheLayout(model.config.num_hidden_layers, kv_heads, head_dim, block_tokens, model.dtype)
-    except Exception as error:  # a configuration's own: of attributes that differ by layer, or that it does not have
+    except Exception as error:  # of a configuration, for attributes that differ by layer or are missing
         raise refusal(model, "its configuration cannot be read", error) from error
     raise refusal(model, reason)
 
@@ -171,8 +173,8 @@ def refusal(model: Any, reason: str, error: Exception | None = None) -> ValueErr
 def states_of(cache: Any, layout: CacheLayout) -> States:  # Any: the caller's argument
     """Return the tensors of a cache as they are at this moment, or raise TypeError or ValueError.
 
-    A `DynamicCache` replaces its tensors when it grows, and changes none. So the returned ones stay as they are while a
-    model goes on, in this thread or another.
+    A `DynamicCache` replaces its tensors when it grows, and changes none. So the returned tensors do not change while
+    a model goes on, in this thread or another.
     """
     _check_kind(cache)
     pairs = [(layer.keys, layer.values) for layer in cache.layers]
@@ -264,7 +266,7 @@ def _head_shape(config: Any) -> tuple[int, int] | None:
 
 
 def _layer_configs(config: Any) -> Sequence[Any]:
-    """Return the configurations of the layers, which alone have what differs by layer, or the one of all."""
+    """Return a configuration for each layer, if attributes differ by layer; else the model's configuration."""
     return getattr(config, "per_layer_config", None) or [config]
 
 

@@ -1,4 +1,7 @@
-"""The prefix cache: stores a prompt's keys and values in a stack, and restores them as a cache for the model."""
+"""The prefix cache: stores a prompt's keys and values in a stack, and restores them as a cache for the model.
+
+A program calls it, on any thread. It never restores a block of other tokens or weights, or from before a reset.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ class Restored(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What the stack was given of a cache: the key of the last block, if any, and the epoch of the cache."""
+    """The key of the last block of a cache that the stack was given, if any, and the stack's epoch at its first use."""
 
     last_key: bytes | None
     epoch: int
@@ -64,7 +67,7 @@ class PrefixCacheStats:
 
     Args:
         restored_blocks: Returned by `restore`.
-        missed_blocks: Blocks of restored prompts from the first on that was not found in time.
+        missed_blocks: Blocks of restored prompts, from the first block that was not found in time.
         stored_blocks: Saved, or in the stack already.
         dropped_blocks: Not saved: no memory for a snapshot, no room in the stack in time, or closed or reset before.
         pending_blocks: On their way into the stack at this moment.
@@ -99,7 +102,7 @@ class PrefixCache:
         self._lock = threading.Lock()
         """Guards the fields below."""
         self._given: weakref.WeakKeyDictionary[DynamicCache, _Given] = weakref.WeakKeyDictionary()
-        """For each restored or saved cache, what the stack was given of it."""
+        """For each restored or saved cache, how much of it the stack was given."""
         self._restored_blocks = 0
         self._missed_blocks = 0
 
@@ -118,8 +121,8 @@ class PrefixCache:
 
         Args:
             model: A causal language model of Transformers, in evaluation mode. It is not kept.
-            stack: The path of a stack's file, or a mapping of the same form, without the size of a block and what the
-                model says of the namespace.
+            stack: The path of a stack's file, or a mapping of the same form, without the size of a block and the fields
+                of the namespace that the model gives.
             block_tokens: Tokens of a block; by default `block.tokens` of the stack, or 16.
             weights: What identifies the weights: a hash of every byte ("full"), of samples ("sampled"), or the
                 namespace's `model` and `revision`, for which you vouch ("revision").
@@ -163,7 +166,7 @@ class PrefixCache:
         return Restored(cache, blocks * self.layout.block_tokens)
 
     def save(self, input_ids: torch.Tensor, cache: DynamicCache) -> int:
-        """Store a prompt's full blocks in the background, without those that this cache was restored or saved with.
+        """Store a prompt's full blocks in the background, except blocks that this cache was restored or saved with.
 
         Their bytes are copied before this returns, so the model may go on with the cache at once. Blocks are dropped
         and counted if their copies exceed `pending_bytes_max`, or if the cache was restored or saved before a reset.
@@ -297,7 +300,7 @@ def _require_extra() -> None:
 
 
 BLOCK_TOKENS = 16
-"""The default."""
+"""Tokens of a block, by default."""
 
 
 def _complete(

@@ -1,4 +1,7 @@
-"""Stores copies of blocks in a stack, on one thread."""
+"""Stores copies of blocks in a stack, on one thread of its own.
+
+`PrefixCache` calls it, on the program's threads. At most `blocks_max` blocks are pending. Each `save` ends once.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tiered_kv.system.threads import DaemonThreads
 
 _log = logging.getLogger(__name__)
 
-_POLL_S: Final = 0.001
+_POLL_S: Final = 0.001  # between two checks of `wait`
 
 
 class Saver:
@@ -44,11 +47,11 @@ class Saver:
     def save(
         self, keys: Sequence[bytes], copy_blocks: Callable[[int], Blocks], on_loss: Callable[[], None], epoch: int
     ) -> int:
-        """Queue as many of a prompt's next blocks as there is room for, drop the others, and return how many.
+        """Queue a prompt's next blocks as far as there is room, and drop the others. Return how many are queued.
 
         Args:
             keys: In the order of their prefix.
-            copy_blocks: Called here for the bytes of the first n blocks.
+            copy_blocks: Called on this thread; returns the bytes of the first n blocks.
             on_loss: Called by any thread if a queued block could not be stored.
             epoch: The stack's epoch in which the blocks were computed. After a reset all are dropped.
         """
@@ -68,7 +71,7 @@ class Saver:
         except BaseException as error:
             self._end(saving, 0)
             on_loss()
-            if isinstance(error, ResourceError):  # costs these blocks
+            if isinstance(error, ResourceError):  # these blocks are lost
                 return 0
             if isinstance(error, RuntimeError) and self._is_stopped:  # the pool was shut down meanwhile
                 raise ShutdownError("the prefix cache is closed") from error
@@ -118,12 +121,12 @@ class Saver:
             return self._stack.put(keys, rows, timeout=self._put_timeout_s, epoch=epoch)
         except ShutdownError:
             return 0
-        except Exception:  # costs these blocks, but not later ones
+        except Exception:  # these blocks are lost, but not later ones
             _log.exception("%d blocks of a prompt could not be stored", len(keys))
             return 0
 
     def _end(self, saving: object, stored: int) -> None:
-        """End a call of `save`, once: one that is interrupted may end while its blocks are still queued."""
+        """End a call of `save`. Only the first end counts: an interrupted call may end before its queued blocks do."""
         with self._lock:
             blocks = self._pending.pop(saving, 0)
             self._stored_blocks += min(stored, blocks)

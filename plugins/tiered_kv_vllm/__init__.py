@@ -18,9 +18,9 @@ whose blocks could be wrong is refused at the start (`groups`, `engine.check_sta
 worker may still use stays out of use until the workers have flushed (`TieredKVManager.on_reset_flushed`).
 
 The way of a request: `TieredKVConnector.on_new_request` lets the manager promote the blocks that the GPU lacks.
-`get_num_new_matched_tokens` ends that and looks the blocks up. The worker copies the hits. New blocks go the way of
-`prepare_store` and `complete_store`, in the order of their prefix, which the manager remembers. `metrics` has our
-counters and events as vLLM's.
+`get_num_new_matched_tokens` ends this prefetch and looks the blocks up. The worker copies the hits. New blocks go
+through `prepare_store` and `complete_store`, in the order of their prefix, which the manager remembers. `metrics` has
+our counters and events as vLLM's.
 
 Raises:
     ConfigError: On import, if vLLM is not installed or its version is not tested.

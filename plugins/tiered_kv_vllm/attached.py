@@ -1,7 +1,7 @@
 """vLLM as a client of a host's cache: `attach` in place of `stack`.
 
-`TieredKVOffloadingSpec` makes one in the scheduler and in each worker, with the same arguments, and calls it on their
-own threads. While no server answers, every block is a miss, and nothing is stored.
+`TieredKVOffloadingSpec` makes a `HostCache` in the scheduler and in each worker, with the same arguments, and calls it
+on their own threads. While no server answers, every block is a miss, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HostCache:
 
     @property
     def digest(self) -> bytes:
-        """Identifies the namespace."""
+        """The digest of the namespace and the size of a block."""
         return self.namespace.identify(block_bytes=self.block_bytes, block_tokens=self.block_tokens).digest
 
     def open_manager(self) -> AttachedEngineManager:

@@ -33,8 +33,9 @@ _log = logging.getLogger(__name__)
 class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is not there when types are checked
     """Chosen by `"kv_connector": "TieredKVConnector", "kv_connector_module_path": "tiered_kv_vllm"`.
 
-    It has the settings of vLLM's `OffloadingConnector`, and of `TieredKVOffloadingSpec`, which it takes if the settings
-    name no spec, but `stack` or `attach`. Its specs and tiers can read the engine's configuration while they are made.
+    It has the settings of vLLM's `OffloadingConnector` and of `TieredKVOffloadingSpec`. It uses that spec if the
+    settings name no spec, but have `stack` or `attach`. Its specs and tiers can read the engine's configuration while
+    they are made.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -86,7 +87,7 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
         if ours is not None:
             found = answer[0]
             if found and self.connector_scheduler.config.supports_partial_tail and ours.is_waited_for(name):
-                # All whole blocks are ready, but not the blocks of a tail with a key of its own: vLLM would compute it.
+                # All whole blocks are ready. The blocks of a tail with its own key are not: vLLM would compute it.
                 found, answer = None, (None, False)
             left = None if found is None else request.num_tokens - num_computed_tokens - found
             ours.was_looked_up(name, left)
@@ -112,7 +113,7 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
         return (make_offload_key(hashes[end - 1], number) for end, number in heapq.merge(*lacking))
 
     def _known_of(self, request: Any, *, is_whole: bool) -> list[OffloadKey]:
-        """Return the keys of a request's prefix that the GPU has, or all."""
+        """Return the keys of the prefix of a request that the GPU has, or all keys if `is_whole`."""
         hashes = request.block_hashes
         return [
             make_offload_key(hashes[end - 1], number)
@@ -121,7 +122,7 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
         ]
 
     def _ends_of(self, request: Any) -> Iterator[tuple[int, range, int]]:
-        """Yield each group with full attention, the ends of a request's chunks, and how many of these the GPU has."""
+        """Yield each group with full attention, the ends of a request's chunks, and how many chunks the GPU has."""
         hashes = request.block_hashes
         for group in self.connector_scheduler.config.kv_group_configs:
             if group.sliding_window_size_in_chunks is None:
@@ -134,14 +135,14 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
 
     @classmethod
     def build_prom_metrics(cls, *arguments: Any, **named: Any) -> Any:
-        """Declare the metrics of vLLM's connector and ours. For another engine, vLLM unregisters only its own first."""
+        """Declare the metrics of vLLM's connector and ours. Before another engine, vLLM unregisters only its own."""
         forget_metrics()
         _imply_spec(arguments[0] if arguments else named["vllm_config"])
         return super().build_prom_metrics(*arguments, **named)
 
 
 def _imply_spec(vllm_config: Any) -> None:
-    """Name our spec, where vLLM's factory looks for it in each process, to an engine that has a stack of ours."""
+    """Add our spec's name to settings with `stack` or `attach`: vLLM's factory looks for it there in each process."""
     settings = vllm_config.kv_transfer_config.kv_connector_extra_config
     if "spec_name" not in settings and not settings.keys().isdisjoint(("stack", "attach")):
         settings.update(_SPEC)

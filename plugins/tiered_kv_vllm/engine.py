@@ -5,7 +5,7 @@ counts that is not an ignored setting: settings, variables of the environment, p
 counts by default. `ignored_settings.toml` names the rest. The page docs/reference/namespaces.md lists all.
 
 vLLM's summary for an offloading backend has the model's name, the data type, the layout, the groups and the parallel
-sizes. `engine_facts` takes the rest from its whole configuration. The user's `namespace` gives the rest.
+sizes. `engine_facts` takes more from vLLM's whole configuration. The user's `namespace` gives the rest.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _PACKAGES = (
     "flydsl", "oink", "zentorch", "torch-npu", "torch-xla", "intel-extension-for-pytorch", "tpu-inference",
     "transformer-engine", "terratorch",
 )  # fmt: skip
-"""Packages, and modules without a package, that count beside the ones that `computing_packages` finds by metadata."""
+"""Packages, and modules without a package, that count besides the packages that `computing_packages` finds."""
 
 _PLUGINS = re.compile(r"^vllm\.(?!stat_logger_plugins$|endpoint_plugins$|io_processor_plugins$|logits_processors$)")
 """Groups of entry points whose packages count: they bring models, platforms, kernels. Others serve and observe."""
@@ -72,17 +72,16 @@ _VARIABLES = re.compile(
     "^(ATEN_CPU_CAPABILITY|FORCE_NUM_KV_SPLITS|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|"
     "USE_DEFAULT_FLA_NORM|USE_FLAGOS|XHS_VIDEO_JPEG_QUALITY)$"
 )
-"""Variables that count, of vLLM and of the libraries that it computes with, unless `ignored_settings.toml` names
-them."""
+"""Variables of vLLM and of its computing libraries that count, unless `ignored_settings.toml` names them."""
 
 IGNORED = ignored_settings(Path(__file__).parent)
 
 current_engine: ContextVar[tuple[Any, Any] | None] = ContextVar("tiered_kv_engine", default=None)
-"""vLLM's whole configuration, and that of its KV caches, while `configured`."""
+"""vLLM's whole configuration and the one of its KV caches, within `configured`; else None."""
 ROW_LAYOUT = "tiered-kv-1"
 """How our worker lays out a chunk in a row of the primary tier."""
 VLLM_ROW_LAYOUT = "vllm-direct"
-"""How vLLM's own worker does."""
+"""How vLLM's own worker lays it out."""
 REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 """In a stack or tier, `${TIERED_KV_REPLICA}` is the index of the data-parallel replica that opens it."""
 _OF_ONE_RANK = {"num_kv_heads", "num_head_slots", "page_size_padded"}
@@ -103,7 +102,7 @@ def configured(vllm_config: Any, kv_cache_config: Any) -> Iterator[None]:
 def run_name(config: Any) -> str:  # Any: vLLM's OffloadingConfig
     """Return a name of this run of an engine, the same in its scheduler and its workers.
 
-    Users may give each run the same `engine_id`. The instance's is made anew, and reaches every process.
+    Users may give each run the same `engine_id`. The `instance_id` is new for each run, and reaches every process.
     """
     found = current_engine.get()
     instance = "" if found is None else str(getattr(found[0], "instance_id", ""))
@@ -113,7 +112,7 @@ def run_name(config: Any) -> str:  # Any: vLLM's OffloadingConfig
 def engine_facts(user: UserModelNamespace, *, is_canonical: bool = False) -> dict[str, str]:
     """Return the engine's facts that the namespace needs beside vLLM's summary, by name.
 
-    With a canonical layout it has nothing that only tells how the model is split.
+    With a canonical layout, facts that only say how the model is split are left out.
     """
     found = current_engine.get()
     if found is None:
@@ -195,7 +194,7 @@ def _model(config: Any) -> dict[str, object]:
 
 
 def _has_draft(config: Any) -> bool:
-    """Return whether a draft model adds layers; ngram and suffix decoding have the target's."""
+    """Return whether a draft model adds layers. With ngram and suffix decoding, the draft is the target."""
     draft = None if config is None else config.draft_model_config
     return draft is not None and draft is not config.target_model_config
 
@@ -213,7 +212,7 @@ def _weights(model: Any, load: Any, user: UserModelNamespace) -> str:
 
 
 def _spec(group: Any, *, is_canonical: bool) -> dict[str, object]:
-    """Return how a group's layers keep their states; a worker may have a spec a layer where the scheduler has one."""
+    """Return how a group's layers keep states. A worker may have a spec for each layer, the scheduler one for all."""
     spec = group.kv_cache_spec
     spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
     names = {each.name for each in dataclasses.fields(spec)} - (_OF_ONE_RANK if is_canonical else set())
@@ -321,10 +320,10 @@ def namespace_of(
 
 
 def has_one_part(config: Any) -> bool:  # Any: vLLM's OffloadingConfig
-    """Return whether a row has one part for all tensor parallel ranks, whose bytes do not depend on their number.
+    """Return whether a row has one part for all tensor parallel ranks, with the same bytes for any number of ranks.
 
-    It has with a canonical layout, and where vLLM finds that all ranks have the same bytes. One rank has the same bytes
-    as each of several if all of its layers are latent.
+    It has one with a canonical layout, and if vLLM finds that all ranks have the same bytes. A single rank has them if
+    all of its layers are latent.
     """
     if config.canonical_layout or config.replicated_layout:
         return True
@@ -333,7 +332,7 @@ def has_one_part(config: Any) -> bool:  # Any: vLLM's OffloadingConfig
 
 
 def canonical_shards(config: Any) -> int:  # Any: vLLM's OffloadingConfig
-    """Return of how many ranks' pages a canonical page consists.
+    """Return how many ranks' pages make up a canonical page.
 
     Raises:
         ConfigError: vLLM has no canonical layout for the model or its split.
@@ -372,7 +371,7 @@ def _describe(group: Any) -> str:  # Any: vLLM's OffloadingGroupConfig
 
 
 def check_stages(config: Any) -> None:  # Any: vLLM's OffloadingConfig
-    """Raise ConfigError for pipeline stages below vLLM's tiering, where a tier learns worker 0's layers alone."""
+    """Raise ConfigError for pipeline stages with vLLM's tiering: a tier learns only the layers of worker 0."""
     if config.parallel.pp_size > 1:
         raise ConfigError(
             f"found {config.parallel.pp_size} pipeline stages: vLLM's tiering does not report the layers of all "
