@@ -159,7 +159,7 @@ def _hints_of(action: object) -> Mapping[str, object] | None:
 
 
 def _retained(payload: Mapping[str, Any]) -> dict[str, object]:
-    """Return the hints of `kv.retain`. The last of its ranges of tokens in the prompt counts: the request's own."""
+    """Return the hints of `kv.retain`. Of its ranges of tokens, the last in the prompt counts, the request's own."""
     own: Any = payload
     if payload.get("directives") is not None:
         of_prompt = [each for each in reversed(payload["directives"]) if not _part(each, "covers_output")]

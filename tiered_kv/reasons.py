@@ -1,7 +1,7 @@
 """Why a block was not stored, not found or not loaded: the words in counters and explanations, as enums.
 
 Tiers, the manager, its history and the exporters use it, on any thread. What must stay true: a reason is a `Reason`
-from where it arises to where it is shown; only a word of a tier from elsewhere is text, until `Reason.of`.
+from where it arises to where it is shown. Only a third-party tier's word is text, until `Reason.of` converts it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class RecordStatus(Enum):
     """The record is sound and plain, but only encrypted records are accepted."""
 
     BAD_PLACE = "bad_place"
-    """The storage cannot read the record, and reads others."""
+    """The storage cannot read the record, but reads others."""
 
     @property
     def reason(self) -> Reason:
-        """The reason of a failed load: what only encryption has, and a bad place, by its word; the rest `CHECKSUM`."""
+        """The reason of a failed load: `CHECKSUM`, except for unreadable records, encryption and a bad place."""
         return self.cause if self in REFUSED | UNREADABLE | {RecordStatus.BAD_PLACE} else Reason.CHECKSUM
 
     @property
@@ -210,7 +210,7 @@ class Reason(StrEnum):
         return _OF_TIERS.get(word, cls.OTHER) if word else cls.FAILED
 
     def is_ignored(self, *, is_store: bool) -> bool:
-        """Return whether the breaker ignores it. A store needs no block: then the place for blocks is gone."""
+        """Return whether the breaker ignores it. If a store finds a block gone, the place for blocks is gone."""
         return self.is_harmless and not (is_store and self.is_gone)
 
 
@@ -230,7 +230,7 @@ FAILED: Final = tuple(
 _OF_TIERS: Final[Mapping[str, Reason]] = {
     reason.value: reason for reason in Reason if reason not in (Reason.REFUSED, Reason.TOO_SLOW)
 }
-"""What a tier may say. The other two are said of one request: the history's table has no room for their fates."""
+"""The words that a tier may use. `REFUSED` and `TOO_SLOW` concern one request, and not a job."""
 
 
 class TooSlow(StrEnum):

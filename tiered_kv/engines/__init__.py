@@ -1,7 +1,8 @@
 """The shared part of the engines' plugins: the releases that each accepts, imports on first use, settings, facts of a
 model.
 
-Each engine has a plugin, `tiered_kv_vllm` and so on, which only users of that engine import.
+Each engine has a plugin, `tiered_kv_vllm` and so on, which only users of that engine import. The plugins call these
+functions, on any thread; no function keeps state.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from tiered_kv.errors import ConfigError
 
 
 def checked_version(package: str, name: str, tested: Sequence[str], *, parts: int = 2) -> str:
-    """Return the installed version of an engine. `TIERED_KV_ANY_VLLM=1`, and so on, accepts any version.
+    """Return an engine's installed version if it is a tested one. `TIERED_KV_ANY_VLLM=1`, and so on, accepts any.
 
     Args:
         package: The engine's top-level module, with a `__version__`.
         name: The engine's name in messages.
-        parts: How many parts of a version must be as tested; the fourth is that of `0.5.23.post1`.
+        tested: The versions that the tests ran with.
+        parts: How many parts of a version must be as in a tested one; `post1` is the fourth of `0.5.23.post1`.
     """
     known = " and ".join(tested)
     try:

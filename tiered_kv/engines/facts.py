@@ -1,8 +1,9 @@
 """Facts of an engine's namespace that shape its blocks: the model's files, and the engine's surroundings.
 
-Facts of the files: the weights in them, and the model's configuration. Around an engine: variables of the environment,
-installed packages, the CPU. A variable with one of an engine's prefixes counts, and a package that computes, unless
-`ignored_settings.toml` names it. So additions of a new release count by default.
+The engines' plugins call it, on any thread; no function keeps state. The files have the weights and the model's
+configuration. The surroundings are variables of the environment, installed packages, and the CPU. A variable with one
+of an engine's prefixes counts, and so does a package that computes, unless `ignored_settings.toml` names it. So new
+variables and packages of a release count by default.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn", "deepseek_
 _BIDIRECTIONAL: Mapping[str, tuple[object, ...]] = {
     "is_causal": (False,),
     "prefix_lm": (True,),
-    "use_bidirectional_attention": (True, "all"),  # "vision" is that of images alone
+    "use_bidirectional_attention": (True, "all"),  # "vision" concerns images alone
 }
 """Settings of text models, and their values with which a token sees later tokens of the text."""
 
@@ -57,8 +58,9 @@ def weights_in_files(model: str, commit: str | None, which: str) -> str | None:
 def files_digest(model: str) -> str | None:
     """Return 32 hexadecimal digits for the weights in a directory, or for a file; None if there are no weights.
 
-    Names, sizes and samples count: at least 16 pages of 4 KiB of each file, spread evenly, and some 4,096 of all. So
-    a digest shows other weights, but not a change of a few values. A copy on another machine has the same digest.
+    Names, sizes and samples count: at least 16 pages of 4 KiB of each file, spread evenly, and about 4,096 pages of all
+    files. So other weights have another digest, but a change of a few values may not show. A copy on another machine
+    has the same digest.
     """
     path = Path(model)
     if path.is_file():
@@ -81,7 +83,7 @@ def files_digest(model: str) -> str | None:
 
 
 def content_of(value: object) -> str | None:
-    """Return the digest of a file, or of a directory with weights, of which a setting is the path; None if it is none.
+    """Return the digest of the file, or directory with weights, whose path is a setting's value; None for other values.
 
     A path without a slash is not recognized.
     """
@@ -113,15 +115,16 @@ def without_origin(value: object) -> object:
 def depends_on_length(described: object, model_type: object, *, is_foreign_code: bool) -> bool:
     """Return whether keys may depend on the model's maximum length.
 
-    LongRoPE chooses its factors by it, Llama 4 its attention's temperature. Code that is not the engine's may do
-    anything. `described` is the configuration as its `to_dict` gives it; `model_type` is the text model's.
+    LongRoPE chooses its factors by this length, Llama 4 its attention's temperature. Code that is not the engine's
+    (`is_foreign_code`) may do anything. `described` is the configuration as its `to_dict` gives it; `model_type` is the
+    text model's.
     """
     is_rope_fixed = rope_types(described) <= _FIXED_ROPE_TYPES
     return is_foreign_code or not is_rope_fixed or str(model_type).startswith("llama4")
 
 
 def bidirectional_setting(described: Mapping[str, object]) -> str:
-    """Return the setting of a text model by which its tokens attend to later tokens of the text; "" if there is none.
+    """Return the setting that lets a text model's tokens attend to later tokens of the text; "" if there is none.
 
     `described` is the configuration as its `to_dict` gives it.
     """
@@ -149,9 +152,9 @@ _NEVER_COUNTS = re.compile(
     r"_(API_KEY|(API|AUTH|ACCESS)_TOKEN|PASSWORD)$|_(CACHE|DUMP|LOG|PROFILER)_DIR$|_LOG(GING)?_?(LEVEL|DEST|FILE)$|"
     r"_VERBOSE$|_TIMEOUT(_|$)|_(RETRIES|WORKERS)$|NUMA_|NVTX|PROFIL"
 )
-"""Ports, and variables that Kubernetes sets for each of its services: a service "vllm" makes variables with vLLM's
-prefix. Then names of machines and pods, credentials, directories of caches, logs, times to wait, processes, and
-profiles."""
+"""Variables that never count: first ports, and the variables that Kubernetes sets for each service. A service "vllm"
+makes variables with vLLM's prefix. Then names of machines and pods, credentials, directories of caches, logs, timeouts,
+numbers of processes, and profiles."""
 
 _NEEDS_TORCH = re.compile(
     r"^Requires-Dist: *(torch|triton|jax)(?![\w.-])(?!.*\bextra *==)", re.MULTILINE | re.IGNORECASE

@@ -1,6 +1,6 @@
 """A metric: the name, meaning, labels and kind of what is counted, as the core and each tier's plugin declare it.
 
-`metrics/vocabulary.py` declares those of the manager, a plugin those of its tier (`TierType.metrics`), when they are
+`metrics/vocabulary.py` declares the manager's metrics, and a plugin its tier's (`TierType.metrics`), when they are
 imported. Counters, the exporters, the command and the engines read them, on any thread. A metric never changes, and is
 well-formed: Prometheus takes its name, its labels and its help as they are.
 """
@@ -30,7 +30,7 @@ _UNITS: Final = {
     **dict.fromkeys(("kb", "mb", "gb", "kib", "mib", "gib"), "bytes"),
     "percent": "ratio",
 }
-"""Units that are not used, and those to use instead."""
+"""Units that no metric has, and the units to use instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Metric:
         help: What it counts, in a sentence.
         labels: The names of its labels, besides `tier`. A counter with labels is a dictionary by the first label, then
             by the next.
-        bounds: Of a histogram, the largest value of each bucket, rising.
-        values: The values of `labels` that it has from the start, with 0. Others may follow.
+        bounds: The largest value of each bucket of a histogram, rising; empty for a number.
+        values: Combinations of the labels' values that it has from the start, with 0. Others may follow.
 
     Raises:
         ConfigError: It is malformed.
@@ -77,7 +77,7 @@ class Metric:
 
 
 def _fault(metric: Metric) -> str | None:
-    """Return what is wrong with a declaration, to follow its name; None if nothing is."""
+    """Return the fault of a declaration, in words that follow its name in a message; None if there is none."""
     name, labels = metric.name, metric.labels
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > _NAME_MAX:
         return f"cannot be named so: it takes lower-case words and digits joined by '_', {_NAME_MAX} characters at most"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 NOTICES_MAX: Final = 64
-"""Pairs of a tier and a change; of more, the latest are kept."""
+"""Limit of pairs of a tier and a change; beyond it the latest are kept."""
 
 
 class Notices:

@@ -1,8 +1,8 @@
-"""What a tier counts itself: what its `stats` returned, read by what its type declares.
+"""A tier's own numbers: the mapping that its `stats` returned, read by the metrics that its type declares.
 
-The contract of a tier says a mapping of numbers, or of mappings by label; a third-party tier may return anything. This
-is the only place that takes it apart. The exporters and the engines' plugins read it, on any thread. What must stay
-true: reading it is bounded, and calls no code that may raise.
+By the contract of a tier it maps names to numbers, or to mappings by label. A third-party tier may return anything, and
+only this module takes it apart. The exporters and the engines' plugins read it, on any thread. What must stay true:
+reading it is bounded, and calls no code that may raise.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tiered_kv.metrics.metric import Metric
 
 _DEPTH_MAX: Final = 4
 _NUMBERS_MAX: Final = 4096
-"""Numbers that are read of one tier's own counters."""
+"""Limit of numbers that are read from one tier's `stats`."""
 
 
 class OwnNumber(NamedTuple):
-    """One number or histogram of a tier's own."""
+    """One number or histogram that a tier counts itself."""
 
     name: str
     labels: tuple[str, ...]
@@ -32,14 +32,14 @@ class OwnNumber(NamedTuple):
 
     @property
     def value(self) -> float | HistogramValue | None:
-        """What it is to Prometheus; None if it has another form than its metric says."""
+        """The value for Prometheus; None if it does not have the form that its metric says."""
         if self.metric is not None and len(self.labels) != len(self.metric.labels):
             return None
         if self.metric is not None and self.metric.bounds:
             return checked_histogram(self.given, self.metric.bounds)
         value = as_float(self.given)
         if self.metric is not None and self.metric.is_total and not (value is not None and 0 <= value < math.inf):
-            return None  # added to a counter once, NaN stays
+            return None  # a counter that NaN is added to once stays NaN
         return value
 
 
@@ -51,7 +51,7 @@ class OwnStats:
     metrics: Mapping[str, Metric]
 
     def __iter__(self) -> Iterator[OwnNumber]:
-        """Yield the tier's numbers, at most `_NUMBERS_MAX`; then, with 0, those that a metric has from the start."""
+        """Yield the tier's numbers, at most `_NUMBERS_MAX`; then a 0 for all others in `Metric.values`."""
         seen: set[tuple[str, tuple[str, ...]]] = set()
         for name, labels, given in itertools.islice(self._given(), _NUMBERS_MAX):
             seen.add((name, labels))

@@ -1,7 +1,7 @@
-"""The registry: who counts in a stack, and the one place where the counts come together.
+"""The registry: the sources of a stack's counts, and the one place that collects them.
 
-Whoever opens a manager adds the sources, before other threads read. Then any thread may take a snapshot. What must stay
-true: each source gives a metric of a tier once, and returns without waiting for I/O.
+The code that opens a manager adds the sources, before other threads read. Then any thread may take a snapshot. What
+must stay true: each source gives a metric of a tier once, and returns without waiting for I/O.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Source = Callable[[], Iterable[tuple[str, Iterable[Family]]]]
 
 
 class Registry:
-    """The sources of a stack's series, and the tiers that count themselves."""
+    """The sources of a stack's series, and the tiers that have numbers of their own."""
 
     def __init__(self) -> None:
         self._sources: list[Source] = []
         self._own: dict[str, tuple[Callable[[], Mapping[str, Any]], Mapping[str, Metric]]] = {}
 
     def add(self, source: Source) -> None:
-        """Add a source; the first ones name the tiers in their order."""
+        """Add a source. A snapshot has the tiers in the order in which the sources name them first."""
         self._sources.append(source)
 
     def add_own(self, tier: str, stats: Callable[[], Mapping[str, Any]], metrics: Mapping[str, Metric]) -> None:
-        """Add a tier that counts itself: its `stats`, checked, and the metrics that it may have."""
+        """Add a tier's own numbers: its `stats`, checked, and the metrics that it may have."""
         self._own[tier] = stats, metrics
 
     def snapshot(self) -> Snapshot:

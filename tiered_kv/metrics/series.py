@@ -19,7 +19,7 @@ from tiered_kv.metrics.own import OwnStats
 Number = int | float
 Value = Number | HistogramValue
 Labels = tuple[str, ...]
-"""The values of a metric's labels, without that of `tier`, in the order in which the metric names them."""
+"""The values of a metric's labels, without the value of `tier`, in the order in which the metric names them."""
 
 
 class Series(NamedTuple):
@@ -32,13 +32,13 @@ class Series(NamedTuple):
 
 
 class Family(NamedTuple):
-    """All series that one tier has of one metric; none before its first event, if it has labels."""
+    """All series that one tier has of one metric. A metric with labels has none before its first event."""
 
     metric: Metric
     values: Mapping[Labels, Value]
 
     def exposed(self) -> Mapping[Labels, Value]:
-        """Return the values, with 0 for those that the metric has from the start."""
+        """Return the values, and a 0 for each combination of labels in `Metric.values` that has none."""
         return {**dict.fromkeys(self.metric.values, 0), **self.values} if self.metric.values else self.values
 
     def nested(self) -> Any:  # Any: a number, a histogram, or dictionaries of them by label
@@ -55,7 +55,7 @@ class Family(NamedTuple):
 
 
 def counts_of(metric: Metric, nested: Any) -> Iterator[tuple[dict[str, str], int]]:  # Any: as `Family.nested`
-    """Yield the counts of a family that `nested` has given, each with the names and values of its labels."""
+    """Yield the counts in `nested`, a result of `Family.nested`, each with the names and values of its labels."""
     found: list[tuple[dict[str, str], Any]] = [({}, nested)]
     for name in metric.labels:
         found = [({**labels, name: value}, inner) for labels, above in found for value, inner in above.items()]
@@ -63,18 +63,18 @@ def counts_of(metric: Metric, nested: Any) -> Iterator[tuple[dict[str, str], int
 
 
 def numbers(table: Mapping[str, Metric], values: Mapping[str, Number]) -> list[Family]:
-    """Return numbers without labels, by the names of their metrics in `table`."""
+    """Return `values`, numbers without labels by the names of their metrics in `table`, as families."""
     return [Family(table[name], {(): value}) for name, value in values.items()]
 
 
 def by_label(metric: Metric, values: Mapping[str, Value]) -> Family:
-    """Return the values of a metric with one label."""
+    """Return the values of a metric with one label, by the value of this label, as a family."""
     return Family(metric, {(label,): value for label, value in values.items()})
 
 
 @dataclass(frozen=True, slots=True)
 class TierSeries:
-    """What the manager counts of one tier, by the names of the metrics, and what the tier counts itself."""
+    """The manager's counts of one tier, by the names of the metrics, and the tier's own numbers."""
 
     families: Mapping[str, Family]
     own: OwnStats | None = None
@@ -102,7 +102,7 @@ class Snapshot:
     tiers: Mapping[str, TierSeries] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Series]:
-        """Yield what the manager counts; what the tiers count themselves is in `TierSeries.own`."""
+        """Yield the manager's counts; the tiers' own numbers are in `TierSeries.own`."""
         for tier, counted in self.tiers.items():
             for family in counted.families.values():
                 for labels, value in family.exposed().items():
@@ -116,10 +116,10 @@ class Snapshot:
 
 
 class CounterView(dict[str, dict[str, Any]]):  # Any: as `TierSeries.nested`
-    """A snapshot as users read it: by tier, then by name, then by label. They may change it.
+    """A snapshot as users read it: by tier, then by name, then by label. The users may change it.
 
     Attributes:
-        snapshot: What it was made from.
+        snapshot: The snapshot that the view shows.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:

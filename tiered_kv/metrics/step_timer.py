@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class StepTimer:
-    """Adds up the time of one step's calls in `EVERY_STEPS`. Owned by the manager's thread; any may read `seconds`."""
+    """Sums the time of the calls in one step of `EVERY_STEPS`. The manager's thread owns it; any may read `seconds`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds = Histogram(SHORT_SECONDS)
         self.clock = clock
-        self.is_on = False
-        self.spent_s = 0.0
+        self.is_on = False  # whether this step is timed, and no timed call runs
+        self.spent_s = 0.0  # in the ended calls of this step
         self._steps_left = EVERY_STEPS
 
     def end_step(self, began_s: float) -> None:
@@ -40,7 +40,7 @@ class StepTimer:
 
 
 def timed(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-    """Time a method in these steps; its object has a `step_timer`. A timed method that it calls is not counted twice.
+    """Time a method in the timed steps; its object has a `step_timer`. It counts once if another timed method calls it.
 
     A `lookup` of one key is not timed: reading the clock takes longer than the call.
     """

@@ -1,9 +1,9 @@
 """The vocabulary of the core: what the manager counts of each tier, and what several tiers count alike.
 
 Accounts, exporters, the command and the engines' plugins read it, on any thread. The manager's metrics are exposed as
-`tiered_kv_<name>`, and a tier's own as `tiered_kv_tier_<name>`, all with the label `tier`. What only one tier counts is
-declared by its plugin, in `TierType.metrics`. No two metrics share a name. `docs/reference/counters.md` has its tables
-from here and from the plugins: `docs/CONTRIBUTING.md` says how.
+`tiered_kv_<name>`, and a tier's own as `tiered_kv_tier_<name>`, all with the label `tier`. A plugin declares the
+metrics that only its tier counts, in `TierType.metrics`. No two metrics share a name. `docs/reference/counters.md` has
+its tables from here and from the plugins: `docs/CONTRIBUTING.md` says how.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ACCOUNT: Final = table(
     Metric("exceptions_total", "Exceptions, and values of a wrong type, from the tier's methods."),
     Metric("unknown_results_total", "Results for jobs that the tier never got, or had already reported."),
 )
-"""What the account of a secondary tier counts. The primary tier has those of stored, loaded and skipped blocks, too."""
+"""Metrics of a secondary tier's account. The primary tier has the metrics of stored, loaded and skipped blocks, too."""
 
 PRIMARY: Final = table(
     Metric("used_blocks", "Blocks in the primary tier."),
@@ -89,7 +89,7 @@ PRIMARY: Final = table(
         SHORT_SECONDS,
     ),
 )
-"""Of the primary tier: `_measure` of `TieringOffloadingManager`, and `PrimaryAccount.measure`."""
+"""Metrics of the primary tier, by `TieringOffloadingManager._measure` and `PrimaryAccount.measure`."""
 
 HISTORY: Final = table(
     Metric("blocks_total", "Blocks that requests asked for.", ("result",), values=_each("hit", "miss")),
@@ -106,7 +106,7 @@ HISTORY: Final = table(
     ),
     Metric("unexplained_blocks_total", "Blocks asked for too fast for the history; only of cpu."),
 )
-"""Of the history, for each tier: `Ledger.snapshot`, by way of `PrimaryAccount.measure`."""
+"""Metrics of the history for each tier, by `Ledger.snapshot`; `PrimaryAccount.measure` hands them on."""
 
 SECONDARY: Final = table(
     Metric("jobs_in_flight", "Jobs submitted and not yet reported."),
@@ -131,7 +131,7 @@ SECONDARY: Final = table(
     Metric("breaker_state", "0 closed, 1 half open, 2 open."),
     Metric("breaker_opened_total", "Times that the breaker opened."),
 )
-"""Of every secondary tier, besides its account: `tiering/gauges.py`."""
+"""Metrics of each secondary tier besides its account, by `tiering/gauges.py`."""
 
 AUDIT: Final = table(
     Metric(
@@ -149,7 +149,7 @@ AUDIT: Final = table(
     Metric("audit_busy_requests_total", "Requests not audited because another was; only of cpu."),
     Metric("audit_abandoned_blocks_total", "Blocks that were not compared; only of cpu.", ("reason",)),
 )
-"""Of the audit: `Audit.measure` in `tiering/audit/audit.py`."""
+"""Metrics of the audit, by `Audit.measure` in `tiering/audit/audit.py`."""
 
 EVENTS: Final = table(
     Metric("event_messages_total", "Messages sent to subscribers, also if there were none."),
@@ -159,13 +159,13 @@ EVENTS: Final = table(
     ),
     Metric("event_replay_requests_total", "Requests for earlier messages."),
 )
-"""Of the publisher of events, in the primary tier: `EventPublisher.snapshot`."""
+"""Metrics of the publisher of events, in the primary tier, by `EventPublisher.snapshot`."""
 
 ATTACHED: Final = table(
     Metric("lost_connections_total", "Connections to the host's server that ended before the engine did."),
     Metric("connection_state", "1 attached, 0 not: then every block is a miss."),
 )
-"""Of an engine that uses a host's cache, with blocks stored, loaded and missed: `AttachedCounts`.
+"""Metrics of an engine that uses a host's cache, with blocks stored, loaded and missed, by `AttachedCounts`.
 
 Its tier is `host`."""
 
@@ -176,7 +176,7 @@ SERVER: Final = table(
     Metric("lacks_huge_pages", "1 if the rows have no huge pages."),
     Metric("ready_bytes", "Bytes of rows that are allocated, so that engines may use them."),
 )
-"""Of a host's server, in its primary tier: `Host.observed`."""
+"""Metrics of a host's server, in its primary tier, by `Host.observed`."""
 
 MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT, **EVENTS, **ATTACHED, **SERVER}
 """The manager's counters, by name."""
@@ -203,10 +203,10 @@ COMMON: Final = table(
         "Times that the storage had lost the epoch's mark: it was written again, or a new one joined.",
     ),
 )
-"""Metrics of tiers' own that mean the same in each tier which counts them. The command and the dashboard read some.
+"""Metrics that tiers count themselves, with one meaning in all tiers. The command and the dashboard read some.
 
-Any tier may report them. A plugin takes those that its tier counts by `common_metrics`, and declares the others beside
-them.
+Any tier may report them. A plugin takes its tier's common metrics by `common_metrics`, and declares the tier's others
+beside them.
 """
 
 

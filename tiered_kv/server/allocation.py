@@ -1,9 +1,9 @@
 """The allocation of a server's rows: pages, from the first row on, before any engine may touch them.
 
-The process that touches a page first pays for it. An engine is killed if its container may not have the page: by a
-SIGBUS if it is a reserved huge page, by the kernel's OOM killer otherwise. So the server touches each page first, and
-hands out the rows in front of the first byte that is not allocated. Where the system refuses a page, there will be no
-others.
+The kernel charges a page to the container of the process that touches it first. It kills an engine whose container may
+not have the page: by a SIGBUS if it is a reserved huge page, by the OOM killer otherwise. So the server touches each
+page first, and hands out only the rows before the first byte that is not allocated. Where the system refuses a page,
+the allocation ends.
 
 `HostRegion` makes an allocation and starts it, on the thread that opens a stack. Its own threads run until the end, or
 until `close`. Any thread may read the allocated rows.
@@ -30,14 +30,14 @@ CHUNK_BYTES: Final = 4 << 20
 """The bytes that one call of the kernel allocates. Meanwhile, a few milliseconds, the process can map no other
 memory."""
 FIRST_BYTES: Final = 64 << 20
-"""What is allocated before the start goes on: some tens of milliseconds."""
+"""Bytes that are allocated before the server's start continues: some tens of milliseconds."""
 LOOK_AGAIN_S: Final = 2.0
-"""While little memory is free, perhaps since an engine loads its model."""
+"""Seconds between two looks while little memory is free, for example because an engine loads its model."""
 LOOKS_MAX: Final = 300
-"""So many times, 10 minutes: engines that pin the rows attach only when there will be no others."""
+"""Limit of such looks, 10 minutes in all: engines that pin the rows attach only after the allocation has ended."""
 _THREADS: Final = 4
 _NICE: Final = 10
-"""The server already answers, and engines run: their need of the processors goes first."""
+"""Nice value of the threads: the server and the engines, which run already, get the processors first."""
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the mmap module
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ _Room = Callable[[int], tuple[int, str]]
 
 _looking = threading.Lock()  # guards `_all`; its holder looks for room, and gives it to one allocation
 _all: WeakSet[RowAllocation] = WeakSet()
-"""The allocations of this process that take from the free memory: the memory that one may take is not free for
+"""The allocations of this process without reserved pages: memory that one of them may take is not free for
 another."""
 
 
@@ -58,15 +58,15 @@ class RowAllocation:
     Args:
         fd: The file that is mapped.
         address: Where it is mapped, from its first byte on.
-        size_bytes: Of the file.
-        page_bytes: Of a page of it.
-        room: Returns how many bytes may be allocated now, and why no more, for a number that is needed; None if the
-            file's pages are reserved.
+        size_bytes: Size of the file.
+        page_bytes: Size of one of its pages.
+        room: Gets the number of bytes that are needed; returns how many may be allocated now, and why no more. None if
+            the file's pages are reserved.
 
     Attributes:
-        refusal: The system's refusal; empty if nothing.
-        ready_bytes: All pages in front of this byte are allocated. It rises until `is_over`.
-        is_over: Whether it will not rise any more.
+        refusal: Why the system refused a page; empty if it refused none.
+        ready_bytes: All pages before this byte are allocated. It rises until `is_over`.
+        is_over: Whether `ready_bytes` is final.
     """
 
     def __init__(self, fd: int, address: int, size_bytes: int, *, page_bytes: int, room: _Room | None = None) -> None:
@@ -78,13 +78,13 @@ class RowAllocation:
         self._lock = threading.Lock()  # guards all below, and is never held across a call of the kernel
         self._next = 0
         self._end = size_bytes
-        """No chunk begins from here on: of a mapping that is closed or has no pages."""
+        """No chunk begins at or after this offset. `close` and a refused page lower it."""
         self._finished: dict[int, int] = {}
-        """Lengths of chunks that are allocated, by their offsets, behind one that is not."""
-        first_bytes = max(FIRST_BYTES, self._chunk_bytes)  # the opening of the stack has looked
+        """Lengths of allocated chunks, by their offsets, after a chunk that is not allocated yet."""
+        first_bytes = max(FIRST_BYTES, self._chunk_bytes)  # the opening of the stack has looked at the free memory
         self._allowed_bytes = size_bytes if room is None else min(size_bytes, first_bytes)
         self._looks = 0
-        """While it waits for memory."""
+        """How often it has looked since it waits for memory."""
         self._may_wait = False
         self._done_bytes = 0
         self._running = 0
@@ -112,8 +112,8 @@ class RowAllocation:
     def go_on(self) -> None:
         """Start to allocate the rest in the background, after `begin`.
 
-        The threads log each tenth; the time is the kernel's, which clears the pages. Where little memory is free, they
-        wait until more is. If the system gives no thread, it is done here.
+        The threads log each tenth; the kernel takes the time, to clear the pages. While little memory is free, the
+        threads wait. If the system gives no thread, the caller's thread allocates.
         """
         self._running, self._may_wait = _THREADS + 1, True
         with suppress(ResourceError):
@@ -158,7 +158,7 @@ class RowAllocation:
             _log.error("%s; only the rows in %s of %s are used; %s", self.refusal, ready, wanted, advice)
 
     def _take(self) -> tuple[int, int] | None:
-        """Return the offset and the length of the next chunk, once there is room for it; None if there is none."""
+        """Return the offset and the length of the next chunk, once there is room for it; None if no chunk is left."""
         with self._waiting:
             while True:
                 with self._lock:
@@ -172,7 +172,7 @@ class RowAllocation:
                 self._await_room(length)
 
     def _await_room(self, wanted: int) -> None:
-        """Look how much memory is free; while it is too little, wait for a while."""
+        """Look how much memory is free. If it is too little, wait once; after `LOOKS_MAX` looks, end the allocation."""
         assert self._room is not None, "reserved pages have room"
         with _looking:
             promised = sum(each._promised_bytes for each in _all if each is not self)
@@ -219,10 +219,10 @@ class RowAllocation:
 def allocate(fd: int, address: int, offset: int, length: int) -> None:
     """Allocate the pages of a part of a file, mapped at `address`; other threads run meanwhile.
 
-    It is done through the mapping, which has asked for huge pages. Before Linux 5.14 the file has to do.
+    The call goes through the mapping, for which huge pages were requested. Before Linux 5.14 it goes through the file.
 
     Raises:
-        OSError: The system refuses them. A touch would have been a signal.
+        OSError: The system refuses the pages. A touch of them would have killed the process by a signal.
     """
     try:
         populate(address + offset, length)
@@ -240,7 +240,7 @@ def populate(address: int, length: int) -> None:
 
 
 def charge_of(rows_bytes: int) -> str:
-    """Return the cost of this process's writes to rows without memory, in words for the log."""
+    """Return a warning for the log: without prefault, this process pays for the rows that it writes."""
     least = min(Limits().memory(), key=lambda each: each.amount, default=Limit(rows_bytes, "not known"))
     return (
         f"the server does not allocate its rows, so up to {rounded_bytes(rows_bytes)} of memory may count for this "

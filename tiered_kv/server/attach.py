@@ -1,7 +1,7 @@
 """A process's connection to a host's server: a thread makes it, and makes it again after the server was lost.
 
-The attached managers and workers ask for it on their own threads; no such call waits for the server. Rows of a lost
-connection stay mapped while copies use them.
+The attached managers and workers take it on their own threads (`take_link`), and do not wait for the server. Rows of a
+lost connection stay mapped while copies use them.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ OPEN_S: Final = 60.0
 UNREAD_BYTES_MAX: Final = 8 << 20
 _SNDBUF_BYTES: Final = 1 << 20
 _NEWS_MAX: Final = 16
-"""Answers that are noted for the next store, which sorts each in 0.1 ms. Without it, an engine offers such a block."""
+"""Limit of answers that are noted for the next store, which sorts each in 0.1 ms; older answers are lost."""
 
 _log = logging.getLogger(__name__)
 Numbers = np.ndarray[Any, np.dtype[np.uint32]]
 
 
 def unused_address(name: str) -> str:
-    """Return where the scheduler of an engine listens while it uses no row of any server: in no directory (unix(7))."""
+    """Return the abstract address (unix(7)) at which an engine's scheduler listens while it uses no row of a server."""
     return f"\0tiered-kv-{hashlib.blake2b(name.encode(errors='replace'), digest_size=16).hexdigest()}"
 
 
@@ -58,7 +58,7 @@ class HostRows(CPULoadStoreSpec):
 
     Args:
         block_ids: The rows.
-        instance: The memory that they belong to: a server that was started anew has another.
+        instance: Names the memory that has the rows: a restarted server has another instance.
     """
 
     def __init__(self, block_ids: Sequence[int], instance: str) -> None:
@@ -85,13 +85,13 @@ class HostLink:
         self.free: list[int] = []
         """Rows that this process may write."""
         self.asked: list[int] = []
-        """Rows that were asked for and have not come: a number for each answer that the server owes."""
+        """Rows that were asked for and have not come: how many, for each answer that the server owes."""
         self.spare, self.spare_since_s = 0, 0.0
-        """The least number of free rows since a time."""
+        """The least number of free rows since `spare_since_s`."""
         self.workers = 0
         """Worker processes of the session that have the rows."""
         self.resets_seen = -1
-        """Notes of resets (`ResetNotes.count`) that the server's epoch counts for certain."""
+        """How many notes of resets (`ResetNotes.count`) the server's epoch surely counts; -1 if that is not known."""
         self.pong = 0
         """The highest number of a PING that was answered."""
         self._generations = generations
@@ -99,12 +99,12 @@ class HostLink:
         self._seen = np.zeros(welcome.rows, np.uint32)
         self._seen_view = self._seen.data
         self._news: list[tuple[Sequence[OffloadKey], Sequence[int], Numbers]] = []
-        """Keys, rows and generations that have not been sorted into the next two."""
+        """Keys, rows and generations that are not sorted into the two dictionaries below yet."""
         self._row_of: dict[OffloadKey, int] = {}
         self._key_of: dict[int, OffloadKey] = {}
 
     def check_rows(self, rows: Sequence[int] | Numbers) -> None:
-        """Check numbers that the server sends for rows; a code in place of a row is one, too.
+        """Check row numbers that the server sends; codes in place of rows may be among them.
 
         Raises:
             ProtocolError: The memory has no such row: a copy would hit other memory of this process.
@@ -119,14 +119,14 @@ class HostLink:
         return HostRows(rows, self.welcome.instance)
 
     def know(self, keys: Sequence[OffloadKey], rows: Sequence[int], generations: Sequence[int] | None = None) -> None:
-        """Note that blocks are in these rows, while the rows have their generations: by default the present ones."""
+        """Note that blocks are in these rows while the rows keep these generations: by default the present ones."""
         if rows:
             found = self._current[array.array("L", rows)] if generations is None else np.array(generations, np.uint32)
             self._news.append((keys, rows, found))
             del self._news[:-_NEWS_MAX]
 
     def _read_news(self) -> None:
-        """Sort the noted messages: only a store needs it, and it takes longer than to note it."""
+        """Sort the noted answers. It is done late: it takes longer than to note them, and few callers need it."""
         for keys, rows, generations in self._news:
             for key, row, old in zip(keys, rows, map(self._key_of.get, rows), strict=True):
                 if old is not None and old != key and self._row_of.get(old) == row:
@@ -137,7 +137,7 @@ class HostLink:
         self._news.clear()
 
     def is_known(self, key: OffloadKey) -> bool:
-        """Return whether the server still has a block of which it has told, or that was sent to it."""
+        """Return whether the server still has a block that it has named, or that this process has stored."""
         if self._news:
             self._read_news()
         row = self._row_of.get(key)
@@ -164,13 +164,13 @@ class HostLink:
 
 
 class Attachment:
-    """Connects a process to a server, again and again while there is none. Any thread may call `close`.
+    """Connects a process to a server, and connects again after each loss. Any thread may call `close`.
 
     Args:
         address: "unix:" and the path of the server's socket.
         hello: The identity of this process.
         maps_rows: Whether the process copies blocks itself.
-        pins_rows: Whether it pins all of them: then it attaches when they are allocated.
+        pins_rows: Whether the process pins all rows: then it attaches only after all are allocated.
     """
 
     def __init__(self, address: str, hello: Hello, *, maps_rows: bool = True, pins_rows: bool = False) -> None:
@@ -187,12 +187,12 @@ class Attachment:
         self._lock = threading.Lock()  # guards `_ready` and `_wanted`, and `_opening`; never held across I/O
         self._opening: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self._told = ""
+        self._told = ""  # the reason that was logged last
         self._limit = LogLimit(LOGGED_PAUSE_S, 2 * LOGGED_AT_ONCE)
         self._blocks: tuple[str, int] | None = None
         """Namespace, and bytes of a row, of the first connection; no later one may have others."""
-        self._unused: socket.socket | None = None
-        self._discarded: deque[HostLink] = deque()
+        self._unused: socket.socket | None = None  # listens at `unused_address`
+        self._discarded: deque[HostLink] = deque()  # lost connections, which the thread closes
 
     def connect(self) -> bool:
         """Connect now, and return whether a server answers; the log says why not.
@@ -248,7 +248,7 @@ class Attachment:
                 self._discarded.popleft().close()
 
     def _show_unused(self, is_unused: bool) -> None:
-        """Listen at `unused_address` while this scheduler uses no row, or end that."""
+        """Listen at `unused_address` while this scheduler uses no row; else stop."""
         if not is_unused and self._unused is not None:
             self._unused.close()
             self._unused = None
@@ -268,7 +268,7 @@ class Attachment:
             _log.warning("no cache at %s: %s; every block is a miss until it is there", self.path, why)
 
     def close(self) -> None:
-        """Stop to connect; a connection without a taker is closed."""
+        """Stop to connect; a connection that nobody has taken is closed."""
         self._closed.set()
         self._wanted.set()
         with self._lock:
@@ -287,7 +287,7 @@ class Attachment:
         self.resets.close()
 
     def note_reset(self) -> None:
-        """Keep a reset of the namespace for a server that is away, or that ends before it carries it out."""
+        """Keep a reset of the namespace for a server that is away, or that ends before it has done the reset."""
         self.resets.note("" if self._blocks is None else self._blocks[0])
 
     def _run(self) -> None:
@@ -316,10 +316,10 @@ class Attachment:
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
 
     def _check_blocks(self, welcome: Welcome) -> None:
-        """Check that the server has the blocks of this process, and the blocks of the first connection.
+        """Check that the server's rows fit this process's settings, and the first connection's namespace and rows.
 
         Raises:
-            ConfigError: It has others: this process said no namespace, or the server does not keep to it.
+            ConfigError: They do not.
         """
         asked = ((self.hello.settings or {}).get("block") or {}).get("bytes")
         if isinstance(asked, int) and asked != welcome.row_bytes:
@@ -330,7 +330,7 @@ class Attachment:
         self._blocks = blocks
 
     def _attached(self, link: HostLink) -> None:
-        # The log has a warning of the outage, so it gets its end, too.
+        # If the log has a warning of the outage, its end is a warning, too.
         level, payer = logging.WARNING if self._told else logging.INFO, ""
         if link.welcome.prefault:
             payer = ": the server allocates its rows (prefault)"
@@ -390,7 +390,7 @@ class Attachment:
 
 
 def reason_for(error: Exception) -> str:
-    """Return why there is no connection, for the log; the kind of an error that nobody expected, too."""
+    """Return why there is no connection, for the log; of an unexpected error also its type."""
     if isinstance(error, TieredKVError):
         return str(error)
     if isinstance(error, OSError):

@@ -1,4 +1,4 @@
-"""What an engine counts itself while it uses a host's cache; the server's metrics have the rest.
+"""Counts of an engine that uses a host's cache; the server counts all else.
 
 `client.AttachedManager` counts, on the scheduler's thread. Any thread may read, through the manager's registry. The
 name of the tier is `host`.
@@ -18,7 +18,7 @@ class AttachedCounts:
 
     def __init__(self, server: ServerConnection) -> None:
         self.stored_blocks = self.loaded_blocks = 0
-        self.absent_blocks = self.late_blocks = 0
+        self.absent_blocks = self.late_blocks = 0  # misses: no tier had the block, or the answer came too late
         self._server = server
 
     def measure(self) -> Iterator[tuple[str, list[Family]]]:

@@ -23,12 +23,12 @@ from tiered_kv.server.protocol import ROW_MAX, Message, ProtocolError
 class AttachedRequest:
     """A request of the engine."""
 
-    number: int
+    number: int  # in the messages of this connection
     req_context: ReqContext
     hints: Hints
     link: HostLink | None = None
     """The connection that knows the request; None until something is sent of it."""
-    epoch: int = 0
+    epoch: int = 0  # of this engine, when the request began
     is_outdated: bool = False
     """Whether it began before a reset: it stores and loads nothing."""
     keys: list[OffloadKey] = field(default_factory=list)
@@ -40,8 +40,8 @@ class AttachedRequest:
     _codes: list[int] = field(default_factory=list)
     """The first final answer for each of `keys`, or `WAITING`."""
     row_of: dict[OffloadKey, int] = field(default_factory=dict)
-    """The value of `rows`, unless something `is_unread`."""
-    _tiers: dict[OffloadKey, int] = field(default_factory=dict)
+    """The last answer for each key, without the answers that `read` has not sorted: use `rows`."""
+    _tiers: dict[OffloadKey, int] = field(default_factory=dict)  # numbers of tiers, of promoted blocks only
     known_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
     """Keys of which the server was asked whether they are stored, message by message."""
     stored: dict[OffloadKey, bool | None] = field(default_factory=dict)
@@ -49,10 +49,10 @@ class AttachedRequest:
     stored_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
     unsent: int = 0
     """Index in `keys` of the first key that the server was not asked for yet."""
-    asked_s: float = 0.0
+    asked_s: float = 0.0  # when it last asked, by the manager's clock
     waits_for_answer: bool = False
-    """Whether nothing has come since it last asked."""
-    is_ahead: bool = False
+    """Whether no answer has come since it last asked."""
+    is_ahead: bool = False  # whether it is prefetched, and not scheduled yet
     is_prefix: bool = False
     """Whether blocks behind a missing one are of no use."""
     transfers: int = 0
@@ -73,7 +73,7 @@ class AttachedRequest:
         return self._tiers.get(key, 0)
 
     def ask(self, keys: Iterable[OffloadKey]) -> bool:
-        """Note keys to be asked for, `REQUEST_KEYS_MAX` at most; return whether there are new ones."""
+        """Note keys to ask the server for, `REQUEST_KEYS_MAX` in all; return whether there are new ones."""
         before, room = len(self.keys), protocol.REQUEST_KEYS_MAX - len(self.keys)
         if before:
             rows = self.rows
@@ -86,10 +86,10 @@ class AttachedRequest:
         return len(self.keys) > before
 
     def take_answer(self, message: Message, link: HostLink) -> int:
-        """Note an ANSWER of a connection; return how many blocks are missing. A lookup sorts it, unless it has codes.
+        """Note an ANSWER message; return how many blocks are missing. Without codes, a later lookup sorts it.
 
         Raises:
-            ProtocolError, struct.error: It is no answer to this request.
+            ProtocolError, struct.error: The message is no answer to this request.
         """
         count, body = message.items, bytes(message.body)
         size = protocol.START.size + count * (protocol.ROW_BYTES + 1)
@@ -103,10 +103,10 @@ class AttachedRequest:
         return self.read() if protocol.may_have_codes(body) else 0
 
     def take_known(self, message: Message) -> None:
-        """Note a KNOWN.
+        """Note a KNOWN message.
 
         Raises:
-            ProtocolError: It is none.
+            ProtocolError: It is malformed.
         """
         count = message.items
         numbers = protocol.split_rows(message.body, 2 * count)
@@ -117,7 +117,7 @@ class AttachedRequest:
             self.link.know([key for key, _, _ in found], [row for _, row, _ in found], [each for _, _, each in found])
 
     def take_stored(self, message: Message) -> None:
-        """Note a STORED.
+        """Note a STORED message.
 
         Raises:
             ValueError: It does not fit the question.
@@ -158,7 +158,7 @@ class AttachedRequest:
             pairs = [(key, row) for key, row in zip(keys, rows, strict=True) if row <= ROW_MAX]
             keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
         if self.link is not None:
-            self.link.know(keys, rows)  # leased, so that none has changed since the answer
+            self.link.know(keys, rows)  # the rows are leased, so that none has changed since the answer
         return misses
 
     def outdate(self) -> None:
@@ -181,9 +181,9 @@ class AttachedRequest:
 def parts_of(
     keys: Sequence[OffloadKey], first: int = 0, *, are_alike: bool = False
 ) -> Sequence[tuple[Sequence[OffloadKey], bytes]]:
-    """Return the keys from `first` on, and their bytes, for one message each: at most `KEYS_MAX`, of one length.
+    """Return the keys from `first` on, with their bytes, one message a part: at most `KEYS_MAX` keys, of one length.
 
-    `are_alike` says that all have one length, as an engine's hashes: to measure each is a third of a request's cost.
+    `are_alike` says that all keys have one length, as an engine's: to measure each is a third of a request's cost.
     """
     parts = []
     while first < len(keys):

@@ -70,7 +70,7 @@ class AttachedManager(CacheManager):
         self._number = 0
         self._unsent: dict[int, AttachedRequest] = {}
         """Requests with keys that were looked up and not asked for, by number."""
-        self._writing: dict[OffloadKey, int] = {}
+        self._writing: dict[OffloadKey, int] = {}  # rows of blocks that the engine's workers write
         self._short: dict[OffloadKey, None] = {}
         """Blocks of stores that found too few rows since the last poll. An engine tries them all again."""
         self._transfers = 0
@@ -161,7 +161,7 @@ class AttachedManager(CacheManager):
                 self.server.send(protocol.ACQUIRE, request.number, len(part), packed, protocol.ONLY_KNOWN)
 
     def end_prefetch(self, req_context: ReqContext) -> None:
-        """The request is scheduled; `expect` says so to the server."""
+        """Do nothing: `expect` tells the server that the request is scheduled."""
 
     def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0, is_whole: bool = False) -> None:
         request = self._requests.get(req_context.req_id)
@@ -258,7 +258,7 @@ class AttachedManager(CacheManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         before = self._requests.get(req_context.req_id)
-        if before is not None and before.transfers > 0:  # told apart by the id alone: its rows stay leased for both
+        if before is not None and before.transfers > 0:  # both have one id: the rows stay leased for both
             before.is_finished, before.hints = False, self._hints_of(req_context)
             return RequestOffloadingContext()
         if before is not None:
@@ -303,7 +303,7 @@ class AttachedManager(CacheManager):
         return ()
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
-        """End the connection. Rows that copies still use stay this engine's until its processes have ended."""
+        """End the connection. Rows that copies still use belong to this engine until its processes have ended."""
         self.server.close(is_copying=self._transfers > 0)
 
     # Messages from the server.
@@ -311,7 +311,7 @@ class AttachedManager(CacheManager):
     def _handle(self, message: Message) -> None:
         request, link = self._by_number.get(message.number), self.link
         if request is None or link is None:
-            return  # END travels, and ends the leases
+            return  # an END is on its way to the server, and ends the leases
         if message.code == protocol.ANSWER:
             misses = request.take_answer(message, link)
             if misses:

@@ -33,7 +33,7 @@ AWAIT_S: Final = 0.002
 """How long a thread waits for a message that another thread of the process may take."""
 _BATCH_BLOCKS_MAX: Final = 256
 _REQUEST_KEYS_MAX: Final = 4096
-"""Keys of a call that the server knows at a time; for each message it looks at all of them."""
+"""Limit of a call's keys that the server knows at a time: it looks at all of them for each message."""
 _DIGEST_BYTES: Final = 64
 
 
@@ -92,7 +92,7 @@ class ProgramManager(AttachedManager, CalledManager):
         return self.link is not None and len(self.link.welcome.tiers) > 1
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """See `CalledManager`; but return False in place of None behind a missing block of the request."""
+        """See `CalledManager`. But behind a missing block of the request, the answer is False in place of None."""
         request = self._request_of(req_context)
         request.is_prefix = True
         if request.keys and len(request.keys) + len(keys) > _REQUEST_KEYS_MAX and request.transfers <= 0:
@@ -102,7 +102,7 @@ class ProgramManager(AttachedManager, CalledManager):
         return self.lookup_many(keys, req_context)
 
     def _begin_anew(self, request: AttachedRequest) -> None:
-        """Go on as another request of the server: its knowledge of a request has a limit, and a call's keys have
+        """Continue as another request of the server: one request of the server has a limit of keys, and a call has
         none."""
         if request.link is not None and request.link is self.link:
             self.server.send(protocol.END, request.number)
@@ -168,7 +168,7 @@ class ProgramManager(AttachedManager, CalledManager):
         return link is None or link is not self.link or link.pong >= number
 
     def await_message(self, timeout_s: float) -> None:
-        """Wait for a message of the server; not for long, since another thread may take it. Any thread may call."""
+        """Wait for a message of the server, at most `timeout_s`: another thread may take it. Any thread may call."""
         if self._has_heard:
             self._has_heard = False
             return
@@ -187,13 +187,13 @@ class HostStack(BlockFacade[ProgramManager]):
     """The cache of a host, with the calls of a `Stack` but `counters` and `explain`. Any thread may call it.
 
     While the server is away, nothing is stored and every block is a miss. The program is attached again when the server
-    is back. `put` counts the blocks that it has handed over at once, and asks for no receipt: a server that has just
-    been stopped stores them when it goes on, and a server that ends loses them with all of its memory. Of more blocks
-    than it hands over at once (256, or a quarter of the memory) it counts the ones that the server then reports. It
-    does not wait for the tiers below: of blocks over a `store_budget` they store none.
+    is back. `put` counts the blocks that it has handed over at once, and waits for no confirmation. A paused server
+    stores them when it continues. A server that ends loses them, with all of its memory. Of more blocks than it hands
+    over at once (256, or a quarter of the memory), `put` counts those that the server then reports. It does not wait
+    for the tiers below, which store no block over their `store_budget`.
 
     Args:
-        attachment: Has a connection.
+        attachment: An attachment that is connected.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -202,7 +202,7 @@ class HostStack(BlockFacade[ProgramManager]):
         self._idle_poll = IdlePoll(manager, self._lock)
 
     def close(self, timeout: float = 5.0) -> None:
-        end_of(timeout)  # a mistake ends nothing
+        end_of(timeout)  # an invalid timeout raises before anything ends
         self._idle_poll.stop()
         super().close(timeout)
 
@@ -256,10 +256,10 @@ class HostStack(BlockFacade[ProgramManager]):
 
 
 def names_of(keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-    """Return the server's keys of blocks: the same, but for keys that are as long as a message allows, or longer.
+    """Return the server's keys of blocks: the same keys, but for those that are as long as a message allows, or longer.
 
-    These are replaced by a digest (BLAKE2b, RFC 7693) of this length, which no other key has. It ends as the hash does:
-    events name a block by the last 64 bits.
+    A digest (BLAKE2b, RFC 7693) of exactly this length replaces such a key; no other key is as long. It ends as the
+    hash does: events name a block by the last 64 bits.
     """
     return [key if len(key) < KEY_BYTES_MAX else _digest(key) for key in keys]
 

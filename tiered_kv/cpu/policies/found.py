@@ -26,7 +26,7 @@ BUILT_IN_POLICIES: Final = {
     "density": "tiered_kv.cpu.policies.density:DensityPolicy",
 }
 _BUILT_IN: Final = [EntryPoint(name, reference, POLICIES) for name, reference in BUILT_IN_POLICIES.items()]
-LOCATION: Final = "primary.policy"
+LOCATION: Final = "primary.policy"  # the setting that names the policy, for messages
 
 
 @dataclass(frozen=True, slots=True)

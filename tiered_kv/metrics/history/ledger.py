@@ -1,4 +1,8 @@
-"""The ledger of the history: the fates of blocks, the reasons of misses, and the counts."""
+"""The ledger of the history: the fates of blocks, the reasons of misses, and the counts.
+
+`recorder.BlockHistory` makes it, and calls it under its lock, on the history's thread or on a reader's. What must stay
+true: memory is bounded, and a missed block counts under at most one reason in each tier.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ from tiered_kv.reasons import Fate, Reason
 CPU: Final = 0
 """The primary tier's number; the secondary tiers follow, in the order of the search."""
 UNFINISHED_BYTES_MAX: Final = 16 << 20
-"""Memory for requests that have not ended, `8 + number of tiers` bytes a block. Beyond it the request that asked first
+"""Memory for requests that have not ended, `12 + number of tiers` bytes a block. Beyond it the request that asked first
 is forgotten, and its blocks are counted as not explained."""
 REQUESTS_KEPT: Final = 1024
 """Ended requests that can be asked about."""
 REQUEST_ID_CHARACTERS_MAX: Final = 256
 """A longer id is cut: the engine's clients may choose it."""
-_PARTS_MAX: Final = 16
+_PARTS_MAX: Final = 16  # in one list of a request; then they are joined
 _PART_BYTES: Final = 256
 """Memory of a part besides its rows."""
 _LONG_AGO: Final = -(1 << 40)
@@ -33,20 +37,20 @@ _NOT_STORED: Final = frozenset(
 )
 
 BatchFates = bytes
-"""For each tier, the fate of all keys of a batch; 0 where the table has the reason of each."""
+"""One byte for each tier: the fate of all keys of a batch, or 0 if each key has its own fate."""
 Failures = Mapping[OffloadKey, Mapping[int, Reason]]
-"""Why a tier that had a block did not bring it, by key and the tier's number."""
+"""Why a tier that had a block did not deliver it, by key and the tier's number."""
 Rows = NDArray[np.void]
-"""For each key its hash, and a fate for each tier. For loaded keys, `fates[0]` is the number of the tier."""
+"""For each key its hash, its group, and a fate for each tier. For loaded keys, `fates[0]` is the number of the tier."""
 Matrix = NDArray[np.int64]
 """Counts by tier and fate."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestLog:
-    """A request that asks for blocks; `began_s` is when it asked first, by the history's clock.
+    """A request that asks for blocks; `began_s` is when it asked first, in seconds of the history's clock.
 
-    All but the first two belong to the manager's thread.
+    All fields but the first two belong to the manager's thread.
     """
 
     req_id: str
@@ -54,11 +58,11 @@ class RequestLog:
     because: BatchFates = b""
     """Why tiers are not asked for it, one byte for each tier; b"" if all are asked."""
     found: list[OffloadKey] = field(default_factory=list)
-    """Keys with promotions that it began to wait for since the last `BlockHistory.leaves`."""
+    """Keys whose promotions the request began to wait for since the last `BlockHistory.leaves`."""
     failures: dict[OffloadKey, dict[int, Reason]] = field(default_factory=dict)
     """Why a tier that had a block did not deliver it, by key and the tier's number."""
     misses_hash: int | None = None
-    """The hash of the misses that were noted last; 0 for the first ones."""
+    """The hash of the misses that were noted last; None before the first misses, and 0 for the first."""
 
     def failed(self, key: OffloadKey, tier: int, reason: Reason) -> None:
         """Note why a tier that had a block did not deliver it."""
@@ -84,7 +88,7 @@ class EndedRequest:
     ended_s: float  # by the history's clock
     hits: Mapping[str, int]  # loaded blocks, by the tier that had them
     misses: Mapping[str, Mapping[str, int]]  # blocks that did not come, by tier and reason
-    missed_blocks: int  # that no tier brought
+    missed_blocks: int  # blocks that no tier brought
     missed_groups: Mapping[int, int]  # the same, by KV cache group
     first_missed: OffloadKey | None
     first_because: Mapping[str, str]  # why each tier did not have that block
@@ -93,8 +97,9 @@ class EndedRequest:
 class Ledger:
     """The table of fates, and the outcomes of requests.
 
-    `BlockHistory` describes the arguments, and the methods that take keys and a time; they get at most `CHUNK_KEYS_MAX`
-    keys. The caller serializes all calls. Time begins with `start_s`, in seconds of the history's clock.
+    `BlockHistory` describes the arguments, and the methods that take keys and a time. A call gets at most
+    `CHUNK_KEYS_MAX` keys. The caller serializes all calls. Times are seconds of the history's clock, and `start_s` is
+    tick 0.
     """
 
     def __init__(
@@ -114,9 +119,9 @@ class Ledger:
         self._numbers = {name: number for number, name in enumerate(names)}
         self._ttl_ticks = [None if ttl is None else int(ttl * TICKS_PER_S) for ttl in ttl_s]
         self._start_s = start_s
-        self._least_tick = 0
-        self._reset_ticks = [-1] * len(names)
-        self._timeout_ticks = [_LONG_AGO] * len(names)
+        self._least_tick = 0  # no entry gets an earlier one
+        self._reset_ticks = [-1] * len(names)  # of each tier's last reset
+        self._timeout_ticks = [_LONG_AGO] * len(names)  # of the last lookup in each tier that timed out
         self._hits = np.zeros(len(names), np.int64)
         self._misses: Matrix = np.zeros((len(names), len(Fate)), np.int64)
         self._no_rows: Rows = np.empty(
@@ -179,7 +184,7 @@ class Ledger:
                 ghosts.use(digests)
 
     def _tick(self, now_s: float) -> int:
-        """Return the time of an entry. After a reset time goes on with the next tick, so that it separates entries."""
+        """Return the tick of an entry. The first entry after a reset has a later tick than all entries before it."""
         return max(int((now_s - self._start_s) * TICKS_PER_S), self._least_tick)
 
     # The questions of requests.
@@ -225,7 +230,7 @@ class Ledger:
             return
         known = self._distinct(request.promoted + request.missed) if request.promoted else missed
         failed = list(failures)
-        for rows in (known, missed):  # perhaps the same
+        for rows in (known, missed):  # they may be one array
             for key, row in zip(failed, _places(rows, failed), strict=True):
                 if row is not None:
                     _add_failures(rows["fates"][row], failures[key])
@@ -266,7 +271,7 @@ class Ledger:
         return request
 
     def _keep(self, request: _Asked, parts: list[Rows], rows: Rows) -> None:
-        """Add `rows` to one of the request's lists; forget the oldest requests while all take too much memory."""
+        """Add `rows` to one of the request's lists; forget the oldest requests while all together take too much."""
         before_bytes = _size_bytes(parts)
         parts.append(rows)
         if len(parts) > _PARTS_MAX:
@@ -284,7 +289,7 @@ class Ledger:
         return request
 
     def _distinct(self, parts: Sequence[Rows]) -> Rows:
-        """Return the first row of each key, in the order of their hashes."""
+        """Return the first row of each key, in the order of the keys' hashes."""
         if not parts:
             return self._no_rows
         rows = np.concatenate(parts)
@@ -293,9 +298,9 @@ class Ledger:
     def _why(
         self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: BatchFates, asked: bool | Mask
     ) -> Rows:
-        """Return why each tier does not have some keys.
+        """Return rows that say why each tier does not have the keys.
 
-        A tier that had stored a key, was `asked` for it, and does not have it, has lost it: the table gets that too.
+        A tier has lost a key that it had stored, if it was `asked` and does not have it: the table gets this fate too.
         """
         tick, began_tick = self._tick(now_s), int((log.began_s - self._start_s) * TICKS_PER_S)
         rows = np.empty(len(keys), self._no_rows.dtype)

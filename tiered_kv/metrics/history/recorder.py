@@ -6,7 +6,7 @@ The scheduler's thread appends batches to a queue. The history's thread, a reade
     manager:  note(tier, fate, keys) · loaded(log, keys, sources) · ended(log)
     history:  fates into the table · why each key was missed, by the table as it then is · counts
 
-The order matters: a block that a request misses is computed and stored again, and that must not hide why it was missed.
+The order matters: a block that a request misses is computed and stored again, and the store must not hide the reason.
 
 Keys wait in tuples: Python's garbage collector visits each key of a new list up to three times, of a tuple once.
 """
@@ -30,23 +30,23 @@ from tiered_kv.system.threads import give_way, start_thread
 _log = logging.getLogger(__name__)
 
 PENDING_KEYS_MAX: Final = 1 << 17
-"""Keys in the queue. Further ones are not noted; those that a request asked for are counted as unexplained."""
+"""Limit of keys in the queue. Further keys are not noted; if a request asked for them, they count as unexplained."""
 PENDING_BATCHES_MAX: Final = 1 << 14
-"""Batches in the queue; likewise."""
+"""Limit of batches in the queue; further batches are not noted either."""
 INTERVAL_S: Final = 0.25
 """How often the thread looks into an empty queue."""
 THREAD_SHARE: Final = 0.02
-"""Share of a processor for the thread while the queue is short: the scheduler waits for the interpreter then."""
+"""Share of a processor for the thread while the queue is short. Meanwhile the scheduler waits for the interpreter."""
 THREAD_SHARE_MAX: Final = 0.2
-"""The most for the thread. Below that, its share is the share of the queue that is full."""
+"""The largest share for the thread. Between the two limits, its share is the part of the queue that is full."""
 WORK_S: Final = 0.0005
-"""How long a busy server works for the history between two of its passes, beyond a chunk."""
+"""Seconds that a busy server works for the history between two of its passes; the last chunk may end later."""
 _KEYS_A_BATCH: Final = 4
-"""A batch costs the thread as much as so many keys more."""
+"""A batch costs the thread as much as so many further keys."""
 
 _Keys = tuple[OffloadKey, ...]
 _Batch = tuple[Callable[..., None], _Keys, int, tuple[Any, ...]]
-"""A method of the ledger, keys, the first of them that it gets, and its other arguments (Any: as it takes)."""
+"""A method of the ledger, keys, the index of the first that is left, and other arguments (Any: as the method takes)."""
 
 
 class BlockHistory:
@@ -75,18 +75,18 @@ class BlockHistory:
     ) -> None:
         self.names = tuple(names)
         self._clock = clock
-        self._evicted: list[OffloadKey] = []
+        self._evicted: list[OffloadKey] = []  # by the primary tier, since `leaves`. The manager's thread only.
         self._misses: list[OffloadKey] = []
         """Misses of the request that asks now. The manager's thread only."""
         self.miss: Callable[[OffloadKey], None] = self._misses.append
-        """Notes that the request that asks misses a block. Hot path: no call in Python."""
+        """Notes that the asking request misses a block. Hot path: no call in Python."""
         self._asking: RequestLog | None = None
-        self._is_ahead = False
+        self._is_ahead = False  # whether the request asks for its prefetch
         # Each count has one writer: the manager's thread for appended keys, the holder of the lock for taken ones.
         self._pending: deque[_Batch] = deque()
         self._appended_keys = self._dropped_keys = 0
         self._lock = threading.Lock()
-        """Guards what follows; held for one chunk, never across I/O."""
+        """Guards the ledger and the fields below; held for one chunk, never across I/O."""
         self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock())
         self._taken_keys = 0
         self._log_limit = LogLimit()
@@ -103,9 +103,9 @@ class BlockHistory:
     # The manager's thread.
 
     def asks(self, log: RequestLog, because: BatchFates | None, *, is_ahead: bool = False) -> None:
-        """Note which request asks for blocks, `is_ahead` for its prefetch, whose misses do not count.
+        """Note which request asks for blocks. With `is_ahead` it asks for its prefetch, whose misses do not count.
 
-        `because` is why tiers are not asked; None if that is as before.
+        `because` says why tiers are not asked; None if the reasons are as before.
         """
         self.leaves()
         self._asking, self._is_ahead = log, is_ahead
@@ -113,12 +113,12 @@ class BlockHistory:
             log.because = because
 
     def found(self, key: OffloadKey) -> None:
-        """Note a block that the request that asks begins to wait for."""
+        """Note a block for which the asking request begins to wait."""
         if self._asking is not None:
             self._asking.found.append(key)
 
     def leaves(self) -> None:
-        """Note, since the last call, evicted blocks, and the blocks that the asking request missed or waits for."""
+        """Append evicted blocks, and blocks that the asking request missed or waits for, since the last call."""
         if self._evicted:
             self._add(self._ledger.note, self._evicted, CPU, Fate.EVICTED)
             self._evicted.clear()
@@ -160,7 +160,7 @@ class BlockHistory:
             self._dropped_keys += len(keys)
 
     def ended(self, log: RequestLog) -> None:
-        """Count the blocks of a request that has ended; without room in the queue it is forgotten later."""
+        """Count the blocks of a request that has ended. If the queue has no room, the ledger forgets it later."""
         self.leaves()
         self._add(self._ledger.end, (), log, log.failures)
 
@@ -195,10 +195,10 @@ class BlockHistory:
         return bool(self._batch or self._pending)
 
     def work(self, *, is_idle: bool) -> None:
-        """Take a chunk of the queue if the caller is idle; some, for `WORK_S`, if the queue is half full."""
+        """Take one chunk if the caller is idle; else chunks for `WORK_S` seconds while the queue is over half full."""
         end_s = time.monotonic() + WORK_S
         while self.has_work and (is_idle or self._fullness() > 0.5) and self._lock.acquire(blocking=False):
-            try:  # the lock is free: else a reader takes them
+            try:  # a reader that holds the lock takes chunks itself
                 self._take()
             finally:
                 self._lock.release()
@@ -213,7 +213,7 @@ class BlockHistory:
         return self._dropped_keys + self._ledger.forgotten_keys
 
     def settle(self, keys_max: int | None = None) -> None:
-        """Take the whole queue as it is now; nothing, if it has more than `keys_max` keys or batches."""
+        """Take all that is in the queue now; nothing, if that is more than `keys_max` keys or batches."""
         last = self._appended_keys
         if keys_max is not None and (last - self._taken_keys > keys_max or len(self._pending) > keys_max):
             return
@@ -229,7 +229,7 @@ class BlockHistory:
             return self._ledger.snapshot()
 
     def fates(self, keys: Sequence[OffloadKey]) -> list[list[tuple[Fate, float]]]:
-        """Return for each key its fate in each tier, and the age of that in seconds."""
+        """Return for each key its fate in each tier, and the age of this fate in seconds."""
         self.settle()
         found: list[list[tuple[Fate, float]]] = []
         for first in range(0, len(keys), CHUNK_KEYS_MAX):
