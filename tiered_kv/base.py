@@ -273,7 +273,7 @@ class TransferResult:
 
 
 class OffloadingHandler(ABC):
-    """Copies blocks in one direction. One thread calls all methods; each handler may have its own."""
+    """Copies blocks in one direction. One thread calls all methods; each handler may have a thread of its own."""
 
     @abstractmethod
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
@@ -313,8 +313,8 @@ class CanonicalKVCacheTensor:
     """A KV cache tensor; its first dimension counts blocks.
 
     Args:
-        tensor: Shape (num_blocks, ...). If a layout has its block dimension elsewhere, one of the views into which the
-            raw tensor was split.
+        tensor: Shape (num_blocks, ...). If a layout has its block dimension elsewhere, this is one of the views into
+            which the raw tensor was split.
         page_size_bytes: Bytes from one block to the next, padding included.
     """
 

@@ -1,9 +1,9 @@
 """vLLM's KV cache groups: checks that refuse some, the group that is audited, and the caches of a worker.
 
 A group has the layers that keep their states in one way: full attention, windows of one size, or recurrent states. The
-connector, the specs and the adapter for vLLM's tiers call these functions while they open, in the scheduler and in each
-worker, on the engine's thread. Nothing here keeps a state. What must stay true: a group whose blocks could be found
-with wrong bytes is refused with a `ConfigError` before the first block.
+connector, the specs and the adapter for vLLM's tiers call these functions while they open. Both the scheduler and the
+workers do so, each on the engine's thread. Nothing here keeps a state. What must stay true: a group whose blocks could
+be found with wrong bytes is refused with a `ConfigError` before the first block.
 """
 
 from __future__ import annotations

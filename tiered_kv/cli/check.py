@@ -279,7 +279,7 @@ def _open_and_store(
             return _with_left(TierCheck(settings.name, settings.type, True, details=details), left)
         time_limit.begin(2 * _PROBE_S)
         error = _store_one(tier, settings, region)
-        details = _described(tier, secrets)  # with what the store showed
+        details = _described(tier, secrets)  # again: the store may have changed it
         error += f"; {details['warning']}" if error and "warning" in details else ""
     except Exception as problem:  # a third-party tier may raise anything
         error = tier_error_text(problem, settings)

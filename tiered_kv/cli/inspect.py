@@ -1,8 +1,8 @@
 """`tiered-kv inspect`: what each tier of a stack stores, by namespace, and whether its blocks are sound.
 
 `main` calls `run` on the main thread. A `TimeLimit` calls each storage on another thread, which fills the tier's
-`TierInspection`. What must stay true: it opens no tier, and without `--repair` it changes nothing. A tier that fails is
-reported, and the others are inspected all the same.
+`TierInspection`. A storage that hangs may fill it after its time. What must stay true: it opens no tier, and without
+`--repair` it changes nothing. A tier that fails is reported, and the others are inspected all the same.
 """
 
 from __future__ import annotations

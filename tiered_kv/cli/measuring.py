@@ -38,7 +38,7 @@ _CHAT_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests, with a title for tables, a description for JSON, and their number if it is known."""
+    """Requests, with a title for tables, a description for JSON, and their greatest number if it is known."""
 
     title: str
     described: dict[str, object]

@@ -184,7 +184,7 @@ def _listener(path: Path | None, *, is_shared: bool) -> socket.socket:
 
 
 def _notify(state: str) -> None:
-    """Tell systemd (sd_notify(3)), where it has started this process."""
+    """Report a state to systemd (sd_notify(3)), if systemd has started this process."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:

@@ -43,10 +43,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OperatedStack:
-    """A stack's configuration, and what is known of its namespace.
+    """A stack's configuration, and the known facts about its namespace.
 
     Attributes:
-        config: The configuration. Unless `is_whole`, it has blocks of one byte, and another namespace than the stack.
+        config: The configuration. Unless `is_whole`, its blocks have one byte, and its namespace is not the stack's.
         is_whole: Whether the size of blocks and the whole namespace are known.
         digest: The digest of the stack's namespace; None if unknown.
         block_bytes: Bytes of a block; None if unknown.

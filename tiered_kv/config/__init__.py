@@ -6,9 +6,9 @@ setting shows a secret.
 
 reading          the file, and the variables in it
 settings         the base of all models; `TierSettings`, which a tier's author subclasses
-units            sizes, durations and paths: the types of such settings
+units            the types of settings that are sizes, durations or paths
 namespace        which blocks are interchangeable
-validation       what pydantic finds wrong, as a `ConfigError`
+validation       pydantic's errors as a `ConfigError`
 hooks            how tiers and their types are found
 entries          the entries of `secondary`, each by its tier type
 stack_config     the whole file, and its schema

@@ -67,12 +67,12 @@ class TierType:
         description: One line for `tiered-kv plugins`.
         administration: Imports and returns the class that `tiered-kv purge` and `inspect` use; it is constructed with
             the settings alone. Optional.
-        is_shared: Whether several processes, and several kinds of blocks, use its storage together. If not, each has a
-            part of its own: see `TierSettings.part_of_storage`.
+        is_shared: Whether several processes, and several kinds of blocks, use its storage together. If not, each of
+            them has a part of its own: see `TierSettings.part_of_storage`.
         key_store: Imports and returns the class that simulates the tier in `tiered-kv simulate`; by default a cache
             that evicts the least recently used block.
         is_lasting: Whether its blocks outlive the process.
-        is_host_client: Whether it is a client of a host's server. That server's own stack cannot have it.
+        is_host_client: Whether it is a client of a host's server. That server's own stack cannot have such a tier.
         metrics: The counts that the tier makes itself, and reports by `stats`: each becomes a series
             `tiered_kv_tier_<name>{tier}` of its own. Counts that no type declares share one name.
     """
@@ -274,7 +274,7 @@ class TierPlugins:
             )
         except KeyboardInterrupt:
             raise
-        except SystemExit as error:  # also of a signal's handler: the process must not go on
+        except SystemExit as error:  # also of a signal's handler: the process must not go on as before
             origin = PluginState(name, distribution, ()).origin
             raise ConfigError(f"{origin} ends the process when it is loaded; repair it, or uninstall it") from error
         except BaseException as error:  # a third-party module, or its hook, may raise anything

@@ -1,7 +1,7 @@
 """Secrets: kept out of logs, errors and printed configurations; and keys of 32 bytes, read from a text or a file.
 
 All code that reads settings or writes messages about them calls it, on any thread. A value is secret if it came from
-the environment, if it is a pydantic `SecretStr` or `SecretBytes`, or if its setting is named like a secret. User,
+the environment, is a pydantic `SecretStr` or `SecretBytes`, or belongs to a setting that is named like a secret. User,
 password, query and fragment of a URL are secret in every text.
 """
 

@@ -1,7 +1,7 @@
 """The strict pydantic models of all settings; a tier's author subclasses `TierSettings`.
 
 `tiered_kv.config` makes them as it reads a configuration; any thread may read them, since they are frozen. What must
-stay true: an unknown key is an error, and no model shows a secret when it is printed.
+stay true: an unknown key is an error (not in `ClassArguments`), and no model shows a secret when it is printed.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class ClassArguments(TierSettings):
 
 
 def entry_schema(settings: type[TierSettings], ref_template: str = "#/$defs/{model}") -> dict[str, Any]:  # Any: JSON
-    """Return the JSON schema of a tier's entry. A field accepts anything if its type is none of JSON."""
+    """Return the JSON schema of a tier's entry. A field accepts anything if JSON has no such type."""
     from pydantic.json_schema import GenerateJsonSchema  # only the command needs it
 
     class OfAnyType(GenerateJsonSchema):

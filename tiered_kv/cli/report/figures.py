@@ -41,7 +41,7 @@ SAMPLES_MAX: Final = 100
 INTERVAL_S: Final = 0.05
 """Seconds between the first samples. They double at `SAMPLES_MAX`, so short and long runs have as many samples."""
 
-_STYLE: Final[dict[str, Any]] = {  # Any: what matplotlib takes for a setting
+_STYLE: Final[dict[str, Any]] = {  # Any: the value of a matplotlib setting
     "svg.fonttype": "none",
     "font.family": "DejaVu Sans",
     "font.size": 8,
@@ -212,8 +212,8 @@ class Sampler:
     clock: Callable[[], float] = time.monotonic
     samples: list[ReplaySample] = field(default_factory=list)
     _interval_s: float = INTERVAL_S
-    _next_s: float = 0.0
-    _started_s: float = 0.0
+    _next_s: float = 0.0  # when the next sample is due, since the start
+    _started_s: float = 0.0  # by `clock`
     _tally: Tally = field(default_factory=lambda: Tally(hits={}))
 
     def start(self) -> None:
