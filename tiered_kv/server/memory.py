@@ -4,7 +4,7 @@ The server makes both files and hands their descriptors over its socket. Neither
 process that has mapped them. The kernel refuses to shrink or grow them (F_ADD_SEALS, fcntl(2)). Otherwise any process
 with the descriptor could kill all others: an access behind the end of a file is a SIGBUS.
 
-A `Host` makes the files on the thread that opens its stack. An engine's `Attachment` maps them.
+A `Host` makes the files on the thread that opens its stack. A client's `Attachment` maps them.
 
 Engines write to the rows. They only read the generations: the kernel refuses any new mapping that could write to them.
 """
@@ -85,7 +85,7 @@ class HostRegion(SealedRegion):
         huge_pages: Ask for transparent huge pages. The kernel gives them only if a setting `shmem_enabled` allows it:
             in /sys/kernel/mm/transparent_hugepage or a folder of it. The default is `never`.
         reserved: Take reserved huge pages (vm.nr_hugepages) of any size instead. None takes them only if `huge_pages`
-            is set, `numa_node` is None, enough pages are free, and whole pages are not much more than the rows need.
+            is set, `numa_node` is None, enough pages are free, and whole pages waste little (`HugePages.fits`).
         numa_node: Bind the memory to this node, for all processes that map it.
         wait_s: Seconds to wait until enough memory is free: engines may still map the memory of a killed server.
         prefault: Allocate all rows in the background, and hand out only rows that have memory. Without it, the kernel

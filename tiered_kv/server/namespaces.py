@@ -1,7 +1,7 @@
 """The stacks of a server: one for each namespace, opened when an engine needs it.
 
 The server's thread owns them. Each stack is opened on a thread of its own. Two engines get one stack only if they
-agree on the namespace, and a failed opening fails only the engines that wait for it.
+agree on the namespace. A failed opening fails only the engines that wait for it.
 """
 
 from __future__ import annotations

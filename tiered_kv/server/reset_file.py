@@ -2,8 +2,8 @@
 
 A namespace has one file, beside the server's socket. It begins with a number: how many resets the secondary tiers have
 written. An engine that wants a reset appends a byte, and then sends RESET. So the file's length says how many resets
-were asked for. If length and number differ, at its start or later, a server resets the namespace. It changes the number
-once all tiers have written the reset. A damaged file, or another user's, counts as a wanted reset.
+were asked for. A server resets the namespace if length and number differ at its start, or if the length grows later. It
+changes the number once all tiers have written the reset. A damaged file, or another user's, counts as a wanted reset.
 
 The server hands schedulers a descriptor of the file. With it they can append as any user, from any container, and after
 the server has gone. The file is never replaced or cut while it has a name.
@@ -48,7 +48,7 @@ class ResetFile:
     def __init__(self, socket_path: Path | None, namespace: str) -> None:
         self.fd = self._own_fd = -1
         self._asked = 0
-        self._is_unknown = False  # whether a file exists that cannot be read
+        self._is_unknown = False  # whether a file exists that cannot be used
         folders = [] if socket_path is None else [socket_path.parent]
         folders += [Path(each) for each in os.environ.get("STATE_DIRECTORY", "").split(":")[:1] if each and folders]
         why = ""

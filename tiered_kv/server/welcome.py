@@ -1,8 +1,8 @@
 """Checks of a server's answer to HELLO: its fields, and the files that come with them.
 
 A client's `Attachment` calls them, on the thread that connects. Another version, a faulty server, or another program at
-the socket's path may answer anything. After these checks, no row is outside the memory, and no access is behind the end
-of a file, which would be a SIGBUS.
+the socket's path may answer anything. After these checks, no row is outside the memory, and no access behind the end of
+a file raises SIGBUS.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class HostWorker:
 
     A copy is never refused, since an engine ends when one is:
 
-    - The scheduler attaches to a server only while none of its transfers runs, and begins a transfer only when all
+    - The scheduler attaches to a server only while none of its transfers runs. It begins a transfer only when all
       workers have mapped that server's rows.
     - Each transfer names its server. Rows of an old server stay mapped while the scheduler may use them: until it shows
       that it uses none, or the new server says that the scheduler has attached.

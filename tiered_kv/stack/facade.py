@@ -70,7 +70,7 @@ class BlockFacade(StackCalls[M]):
 
         Returns:
             The length of the prefix of `keys` that is stored now. It is less than `len(keys)` if no room could be made
-            in time, and 0 if `hints` skip the store, or if a reset has ended `epoch`.
+            in time. It is 0 if `hints` skip the store, or if a reset has ended `epoch`.
 
         Raises:
             TypeError, ValueError: The arguments do not fit each other, or hints are invalid.

@@ -93,7 +93,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         enable_events: Whether `EngineStack.manager.take_events` reports stored and removed blocks, if the configuration
             has no publisher of events.
         is_checked: Whether the configuration was compared with the limits of the process (`require`).
-        on_finished: As of `TierSpec`.
+        on_finished: As of `TierSpec`: called on any thread when a job has ended or lookups were answered.
         has_idle_caller: Whether the caller calls `history.work` while it is idle. Otherwise the history has a thread.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Calls that no signal handler interrupts.
+"""Calls that no signal handler interrupts. `StackCalls` and the openings of stacks use them.
 
 Python runs signal handlers in the main thread, between any two steps of the code that runs there. A handler that raises
 (Ctrl-C, a timeout by SIGALRM) would leave a lock held, a row taken or a list half changed. So the main thread hands

@@ -1,9 +1,9 @@
 """Checks of the owner and mode of directories and files, on the open descriptor.
 
-Any thread may call, except a scheduler's: they may wait for the file system. A tier's blocks reveal its users' prompts.
-So its directory has mode 0700: no other user can read its contents, or add to them. Entries that another user added
-earlier are found by their owner and mode. A user who can write to a parent directory can replace the tier's directory;
-the replacement is accepted only if this process's user owns it and it is empty.
+Any thread but the scheduler's may call: each check may wait for the file system. A tier's blocks reveal its users'
+prompts. So its directory has mode 0700: no other user can read its contents, or add to them. Entries that another user
+added earlier are found by their owner and mode. A user who can write to a parent directory can replace the tier's
+directory. The replacement is accepted only if this process's user owns it.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class FailingTier(JobWrapperTier):
 class PromptTier(JobWrapperTier):
     """Waits in `get_finished` until every submitted job has ended, at most 20 s.
 
-    So the end of a job depends on the order of calls and not on threads, and a random test that failed fails again.
+    So the end of a job depends on the order of calls, not on threads. A random test that failed fails again.
     """
 
     def __init__(self, inner: SecondaryTierManager) -> None:

@@ -1,9 +1,9 @@
 """The queue of events: what the manager has reported and the publisher has not sent.
 
 The manager's thread adds one batch a step: the queue appends it or drops it. The publisher's thread does the rest. If
-too many batches wait, it merges the oldest: of each block in each tier only the last event is left. So a subscriber's
-index ends as if the subscriber had seen all events. If that thread merges too late, `AllBlocksCleared` stands for all
-batches that waited.
+too many batches wait, that thread merges the oldest: of each block in each tier only the last event is left. So a
+subscriber's index ends as if the subscriber had seen all events. If it merges too late, `AllBlocksCleared` stands for
+all batches that waited.
 """
 
 from __future__ import annotations

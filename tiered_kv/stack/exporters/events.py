@@ -105,7 +105,7 @@ class EventPublisher:
         }
 
     def close(self) -> None:
-        """Publish the queue, and end the thread; waits for two seconds at most."""
+        """Publish the queue, and end the publisher's thread; wait for two seconds at most."""
         self._is_closing.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
 
