@@ -12,7 +12,7 @@ What must stay true.
 - A load verifies the whole record. A damaged file is deleted.
 - A process fills only bytes that the ledger has granted to it. The ledger keeps all grants, and all files, within the
   capacity (`ledger`).
-- Foreign files count for the capacity. The tier never changes them.
+- Foreign files count in the capacity. The tier never changes them.
 
 What is kept where. `directory` shows the tree. A block's path has the namespace's digest, the epoch and a digest of the
 key (`names.block_path`). The file `ledger` has the bytes in use and the grants of all processes; a lock guards it
@@ -23,13 +23,13 @@ thread writes the missing blocks, the last one of a prefix first (`BlockFiles.st
 back to the grant (`GrantClient.settle`).
 
 A load (`FsTier.load_blocks`): a thread reads each record and verifies it (`BlockFiles.load`). A file's modification
-time is the time of its block's last use. Loads, and stores of a block that exists, renew it, at most once a minute. So
-do uses in a tier above (`FsTier.touch`), more often if files are removed young.
+time is the time of its block's last use. Loads, and stores of a block that exists, renew it, at most once a minute.
+Uses in a tier above renew it too (`FsTier.touch`), more often if files are removed young.
 
 How room is made. `GrantClient` renews the grant every few seconds. It asks for a sweep if a survey is due, or the
-capacity has no room for another grant. One process at a time holds the lock `sweep`. It counts the directory (a
-survey), and removes the least recently used files (`sweeper.DirectorySweeper.make_room`). On a full disk, the oldest of
-a sample of blocks are deleted at once (`full_disk.free`).
+capacity has no room for another grant. One process at a time holds the lock `sweep`. That process counts the
+directory (a survey), and removes the least recently used files (`sweeper.DirectorySweeper.make_room`). On a full
+disk, the oldest of a sample of blocks are deleted at once (`full_disk.free`).
 
 What a restart does. The tier reads the marker, the namespace and the epoch's mark (`epoch.EpochFile`), and no block.
 Lookups find all blocks of that epoch. A reset draws another epoch (`FsTier.reset_cache`). Sweeps remove the older files

@@ -1,7 +1,7 @@
 """The block files of one namespace: writes, reads and lookups.
 
-`FsTier` calls it on the tier's threads, several at once. The scheduler's thread never calls: every call does I/O. A
-file gets its name only when it is complete. A load verifies the whole record, and deletes a damaged file.
+`FsTier` calls `store`, `load`, `contains` and `touch` on the tier's threads, several at once: they do I/O. A file gets
+its name only when it is complete. A load verifies the whole record, and deletes a damaged file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Room on a full disk: deletes old blocks, without the ledger and without a survey.
 
-All writers of small files call `with_room`. A store's worker calls `free` (`DirectorySweeper.give_way`). Any thread
+Writers of small files call `with_room`. A store's worker calls `free` (`DirectorySweeper.give_way`). Any thread
 that may wait may call. `free` deletes only blocks.
 
 A disk is full if it has no free byte or inode, or if a quota is used up. A sweep finds the oldest blocks of all, but

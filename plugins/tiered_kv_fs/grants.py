@@ -44,7 +44,7 @@ _TICK_S: Final = 5.0  # how often the ledger is used while no store asks
 _IDLE_TICKS: Final = 2  # ticks without a store until unused bytes are returned
 _BUSY_PAUSE_S: Final = 0.05  # between two uses of the ledger while a sweep makes room
 _REFUSAL_S: Final = 1.0  # how long later stores fail at once after a failure, so that each need not wait
-_CLOSE_TIMEOUT_S: Final = 0.5
+_CLOSE_TIMEOUT_S: Final = 0.5  # for the end of the tasks, and again for the return of grants
 _MEASURE_S: Final = 10.0
 """How often to look at the disk's free space; some file systems count a removed file seconds later."""
 GRANTS_MIN: Final = 16  # a capacity, or a smaller disk, has room for so many grants at least

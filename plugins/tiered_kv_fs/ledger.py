@@ -40,7 +40,7 @@ from tiered_kv_fs.names import LEDGER_NAME, LOCK_NAME
 LAPSE_S: Final = 60.0  # how long after its last renewal a holder is removed
 VALID_S: Final = 30.0  # how long a holder may store after its last renewal; less than the lapse
 SURVEY_INTERVAL_S: Final = 600.0  # one of the processes that share the directory counts it at least this often
-_LOCK_TIMEOUT_S: Final = 5.0
+_LOCK_TIMEOUT_S: Final = 5.0  # how long a use of the ledger waits for its lock
 
 Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Field(allow_inf_nan=False)]

@@ -39,7 +39,7 @@ _MARK_BYTES: Final = 16
 
 
 class LostLockError(OSError):
-    """Another process changed what the lock protects. Nothing was written."""
+    """Another process has changed the file that the lock protects. This process wrote nothing."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.EIO, f"others hold the lock, too; {OWN_NAME}", path)

@@ -31,7 +31,7 @@ from tiered_kv_fs.locks import locked
 from tiered_kv_fs.names import BLOCK_PATH, EPOCH, NAMESPACE, SWEEP_NAME, TEMPORARY_PATH
 
 _CANDIDATES_MAX: Final = 65_536  # files that one survey keeps as the next to evict; at most about 20 MB
-_GIVING_WAY_TIMEOUT_S: Final = 2.0
+_GIVING_WAY_TIMEOUT_S: Final = 2.0  # how long `give_way` waits while another thread deletes
 _EVICTED_AT_ONCE: Final = 256  # files evicted between two changes of the ledger
 
 # Paths below the shared directory.

@@ -32,8 +32,8 @@ from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv.toolkit.touches import Touches
 from tiered_kv_host.settings import HostTierSettings
 
-_THREADS: Final = 3
-_PART_BYTES: Final = 16 << 20
+_THREADS: Final = 3  # workers, each with one part of a job at a time
+_PART_BYTES: Final = 16 << 20  # bytes of a part
 _PART_BLOCKS_MAX: Final = 256  # a part leases, or writes, at most so many of the server's rows at a time
 _LEASE_SHARE: Final = 8
 """A part leases at most the rows divided by this. The leases of three parts stay below the limit of a session."""

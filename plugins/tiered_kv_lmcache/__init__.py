@@ -7,7 +7,7 @@ waits: each returns the number of a task. The task ends on a thread of the tiers
 descriptor.
 
 What must stay true. A task ends only when no tier uses its objects any more, and every task ends: an error is an answer
-of misses. LMCache wants objects locked from lookup to load; our tiers lock nothing, and a block that was evicted in
+of misses. LMCache wants objects locked from lookup to load. Our tiers lock nothing: a block that was evicted in
 between is a miss of the load. LMCache takes memory back after 300 s, so no work begins late (`tier_set.QUEUE_S_MAX`,
 `JOB_TIMEOUT_S_MAX`).
 

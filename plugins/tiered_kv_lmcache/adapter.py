@@ -156,6 +156,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         parts: Mapping[TierSet, list[int]],
         answers: list[bool],
     ) -> None:
+        """Report the blocks of an ended transfer to LMCache's listeners, and give LMCache its result."""
         done = {tier_set: [place for place in places if answers[place]] for tier_set, places in parts.items()}
         try:
             for tier_set, places in done.items():

@@ -42,7 +42,7 @@ LOCATION = "adapter_params"
 
 QUEUE_S_MAX = 60.0
 JOB_TIMEOUT_S_MAX = 120.0
-"""LMCache reuses an object's memory when the object's lock is 300 s old (a store) or 600 s (a load), even while a
+"""LMCache reuses an object's memory when its lock is 300 s old (a store) or 600 s (a load), even while a
 tier uses it. So an object waits at most `QUEUE_S_MAX` for a tier, and no tier begins work on it after `job_timeout`."""
 
 
@@ -95,7 +95,7 @@ RETRY_S = 10.0
 """The pause before tiers are opened again, if they could not be opened or can have no block."""
 OPEN_S_MAX = 10.0
 """How long tasks wait for the tiers to open. Meanwhile a task holds objects of L1, or a request waits for it."""
-CLOSE_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 30.0  # how long closing waits for a thread that opens tiers, and then for tasks in flight
 SHARED_SETS_MAX = 16
 """The least limit of open sets if all tiers share their storage. No capacity is divided: it limits threads only."""
 KNOWN_MAX = 1 << 20

@@ -24,8 +24,8 @@ from tiered_kv_memory.metrics import METRICS
 from tiered_kv_memory.settings import MemorySettings
 
 _Pair = tuple[OffloadKey, memoryview]
-_THREADS: Final = 4
-_ABSENT_MAX: Final = 4096
+_THREADS: Final = 4  # workers
+_ABSENT_MAX: Final = 4096  # touched blocks that are missing, until `take_absent` returns them
 _SWEEP_RECORDS: Final = 64
 """How many records from before a reset are released before each run of blocks."""
 _RUN_BLOCKS_MAX: Final = 8

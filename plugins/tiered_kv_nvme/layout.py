@@ -1,8 +1,8 @@
 """The layout of a segment, format version 1: encodes and decodes it, without I/O. See docs/reference/formats-nvme.md.
 
 Writers, readers, the reclaimer, recovery and the administration call it, on any thread. Bytes from the disk are hostile
-until their checksum is verified: damage decodes to None, never to an exception, and no length allocates memory before
-it is checked.
+until their checksum is verified. Damage decodes to None, never to an exception. No length allocates memory before it is
+checked.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ These things stay true:
 - A pinned segment is not used again.
 
 The index is one dictionary from keys to places. A place is one integer: a segment's slot in the upper bits, the entry's
-number (ordinal) in that segment's table in the lower 32. An index entry takes at most 150 bytes beyond its key: up to
-60 for the dictionary's slot, 32 for the integer, 45 for the table's columns, which grow by an eighth. The garbage
+number (ordinal) in that segment's table in the lower 32. An index entry takes at most 150 bytes beyond its key. Up to
+60 are for the dictionary's slot, 32 for the integer, 45 for the table's columns, which grow by an eighth. The garbage
 collector does not walk the index.
 """
 
@@ -82,7 +82,7 @@ class Reservation:
 
     segment: Segment
     header: BatchHeader
-    key_bytes: int
+    key_bytes: int  # of the batch's keys
 
 
 class SegmentPool:

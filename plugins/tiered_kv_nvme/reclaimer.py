@@ -31,7 +31,7 @@ from tiered_kv_nvme.segment import NoSegment, Segment, SegmentFiles, SegmentStat
 from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX
 from tiered_kv_nvme.writer import BatchWriter, Payload
 
-_RETRY_S = 0.1
+_RETRY_S = 0.1  # the pause after a failure, or while free segments are missing
 _GROW_RETRY_S = 5.0  # how often to check whether the capacity and the file system have room for one more segment
 _WATCH_S = 5.0  # how often to check whether somebody has deleted the directory, or files in it
 _WATCH_PAUSE_S = 0.5  # the least time between two such checks, after a file could not be made

@@ -23,11 +23,11 @@ SEGMENTS_MAX = 512  # each is an open file; a process often may have 1024
 INDEX_BYTES = 200  # memory of an entry of the index, with its key; see `tiered_kv_nvme.pool`
 
 _ROOM_S = 2.0  # how long a file system may take to report its room
-_SEGMENTS_WANTED = 64
-_SEGMENTS_COMFORTABLE = 8
+_SEGMENTS_WANTED = 64  # how many segments a capacity has by default
+_SEGMENTS_COMFORTABLE = 8  # the least number, where the blocks allow it
 _SEGMENT_BYTES_FLOOR = 8 << 20
 _SEGMENT_BYTES_CEILING = 256 << 20
-_BLOCKS_COMFORTABLE = 8
+_BLOCKS_COMFORTABLE = 8  # how many blocks a segment holds at least, where the capacity allows it
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The segment store: stores and loads blocks by key in a directory of segments. It knows no jobs.
 
-`NvmeTier` opens it, and calls `contains`, `touch` and `reset` on the scheduler's thread: these do no I/O, and take no
-lock that is held across I/O. The toolkit's workers call `store` and `load`. A block that `contains` reports has been
-written whole. After a reset, no block from before it is found.
+`NvmeTier` opens it, and calls `contains`, `touch` and `reset` on the scheduler's thread. These do no I/O, and take no
+lock that a thread holds across I/O. The toolkit's workers call `store` and `load`. A block that `contains` reports has
+been written whole. After a reset, no block from before it is found.
 """
 
 from __future__ import annotations
@@ -280,8 +280,8 @@ class SegmentStore:
     def close(self, timeout_s: float | None = None) -> bool:
         """Write the missing summaries and release the directory. Return False if a thread is still busy: call again.
 
-        A segment in which a system call hangs stays open, and the directory locked, until a later call or the end of
-        the process: the hanging call must not change another owner's file.
+        A segment in which a system call hangs stays open, and the directory stays locked, until a later call or the end
+        of the process. So the hanging call cannot change another owner's file.
         """
         if self._released:
             return True

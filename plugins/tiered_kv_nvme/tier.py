@@ -31,7 +31,7 @@ PART_BLOCKS_MIN = 16
 compressed or encrypted blocks the least is 1, since each thread has a buffer for a part of them."""
 STORE_PART_BLOCKS_MIN = 64  # in a store: no request waits for it. With 16 a server that only stored took 3 % longer.
 ABSENT_MAX: Final = 4096  # touched blocks that the directory lacks, until they are taken
-_ROOM_TIMEOUT_MAX_S: Final = 5.0
+_ROOM_TIMEOUT_MAX_S: Final = 5.0  # how long a store waits for a free segment, at most
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 
 _log = logging.getLogger("tiered_kv.nvme")

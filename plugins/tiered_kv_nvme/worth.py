@@ -3,8 +3,9 @@
 Stores, loads and touches note uses, on their own threads. The reclaimer's thread learns from them and ranks segments. A
 lost note changes a rank, never a byte.
 
-A block's state is two bytes in its segment's table: how often it was used, whether it was read since it was written
-there, and the tick of its last use. Each evicted block keeps four bytes, so that the tier learns if it is stored again.
+A block's state is two bytes in its segment's table. It has the number of uses, whether the block was read since it was
+written there, and the tick of its last use. Each evicted block keeps four bytes, so that the tier learns if it
+is stored again.
 `tiered_kv/cpu/hit_density.py` has the estimates; docs/reference/nvme.md describes how the reclaimer uses them.
 """
 

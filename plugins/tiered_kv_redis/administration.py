@@ -33,7 +33,7 @@ from tiered_kv_redis.reasons import NodeError, ServerFailure, reason_of_error
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
-_NAMES_AT_ONCE: Final = 500
+_NAMES_AT_ONCE: Final = 500  # names of one step of a listing
 _SCANNED: Final = 5000  # names that the server looks at in one step of a search that finds few
 _BLOCKS_BYTES_MAX: Final = 8 << 20  # bytes of blocks that a verification loads at once
 _NAME: Final = re.compile(

@@ -36,7 +36,7 @@ _REPLY_BYTES_FREE = 16 << 10
 
 _CRLF = b"\r\n"
 _PIECES = 3  # pieces of memory for one expected reply: its head, the block, the end of the line
-_IOV_PIECES = 1023
+_IOV_PIECES = 1023  # pieces of one call: a multiple of `_PIECES`, below IOV_MAX (1024)
 _PENDING_MIN = 2  # blocks to request at once: while one is received and verified, the server sends the next
 
 
