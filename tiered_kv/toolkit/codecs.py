@@ -115,7 +115,7 @@ class CodecSet:
     All codecs are read, so that the setting can change at any time. The exception: a tier that encrypts refuses plain
     blocks, which anyone who can write into the storage could plant.
 
-    `name`, one of `CODEC_IDS`, is the codec to write with. `accept_plain` allows plain blocks though it encrypts.
+    `name`, one of `CODEC_IDS`, is the codec to write with. With `accept_plain`, it also reads plain blocks.
     A block that would not get shorter is not compressed. Raises `MissingExtraError`: the codec's library is missing.
     """
 

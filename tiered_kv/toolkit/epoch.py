@@ -19,9 +19,9 @@ Rules:
 4. A process writes its lost mark again, also over a mark that it has seen retired. If another process may have been
    reset since, it writes a new mark instead: later processes find no blocks, rather than invalid ones.
 5. A process whose mark has the number 0 joins a newer epoch that another process drew because the mark was lost. The
-   newer mark has the number 0 too, and a later time: the first 8 digits of a value are the time in seconds. The process
-   does not join if it has seen its own epoch retired. A process that has been reset, or has joined the epoch of a
-   reset, writes its own mark again. Processes that were opened after that reset then join its epoch.
+   newer mark has the number 0 too, and a later time: a value's first 8 digits say when it was drawn, in seconds. A
+   process does not join if it has seen its own epoch retired. A process that has been reset, or has joined the epoch of
+   a reset, writes its own mark again. Processes that were opened after that reset then join its epoch.
 """
 
 from __future__ import annotations

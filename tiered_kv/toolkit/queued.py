@@ -109,7 +109,7 @@ class QueuedTier(SecondaryTierManager):
         self._log_limit = LogLimit()
         self._failure_texts = FailureTexts()
         self._is_shut_down = False
-        self._lacks_worker = False  # none could be started: the next step, or another worker, tries again
+        self._lacks_worker = False  # a start failed: the next step, or another worker, tries again
 
     @abstractmethod
     def _wake(self) -> None:

@@ -36,7 +36,7 @@ frequent, as in the lower bytes of bfloat16."""
 _NOISE_PLANES: Final = 15
 """After a plane that did not become smaller, so many planes that look like noise are stored as they are. To try takes a
 seventh of a block's time."""
-_RAW_FRAME: Final = 0xFD2FB528.to_bytes(4, "little") + b"\xa0"  # magic number; "four bytes of content size follow"
+_RAW_FRAME: Final = 0xFD2FB528.to_bytes(4, "little") + b"\xa0"  # magic number; descriptor: content size in four bytes
 _RAW_PART_BYTES: Final = 1 << 17
 _WINDOW_BYTES_MIN: Final = 1 << 20
 _FRAME_LENGTH_BYTES: Final = 4

@@ -7,7 +7,7 @@ meaning or refused with the line.
 request                       the requests of a workload, built-in chats, keys
 trace, turns, agents          traces: files, and the forms of their lines
 fields, known_formats         the types of a trace's fields; formats that are refused
-replay, tally                 real bytes through a manager; what was counted
+replay, tally                 real bytes through a manager; its counters
 simulation, hit_rates         the same without bytes; hit rates of policies
 bench, content                throughput of one tier; bytes that are cheap to check
 """

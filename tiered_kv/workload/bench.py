@@ -1,7 +1,8 @@
 """Measures throughput and lookup latency of one secondary tier, without a manager.
 
 A round stores new blocks, looks them up, clears the region and loads them back. All jobs of a direction are submitted
-at once, and every loaded byte is checked. The blocks have random keys and stay in the tier until it evicts them.
+at once, and every loaded byte is checked. The blocks have random keys and stay in the tier until it evicts them. The
+commands `bench` and `check` call it, on one thread, which acts as the scheduler.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from tiered_kv.workload.tally import GB, NO_LATENCY, LatencyUs
 POLL_S = 0.0002
 """Time between two polls for finished jobs and lookups."""
 _GIVE_UP_S = 10.0
-"""From this time on, stores end at a failed job if none has stored a block: the tier's server may be away."""
-_LOOKUPS_MAX = 2000
+"""If no job has stored a block after this time, and one has failed, stores end: the tier's server may be away."""
+_LOOKUPS_MAX = 2000  # measured in a round, about
 _KEY_HASH_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """New blocks in a round, blocks in a job, and the time limit of a lookup or of one direction of a round."""
+    """New blocks in a round, blocks in a job, rounds, and the time limit of a lookup or a direction of a round."""
 
     blocks: int
     batch: int = 32
@@ -42,7 +43,7 @@ class BenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Throughput of one round in 1e9 bytes per second, of the blocks that succeeded, and the cores it kept busy."""
+    """Throughput of one round in 1e9 bytes per second, of the blocks that succeeded, and the busy CPU cores."""
 
     store_gb_per_s: float
     load_gb_per_s: float
@@ -72,12 +73,12 @@ class TierBench:
 
     @property
     def ok(self) -> bool:
-        """Whether blocks came back, and all of them right."""
+        """Whether blocks were loaded, and all with the right bytes."""
         return self.is_measured and not self.error and not self.corrupt_blocks
 
     @property
     def is_measured(self) -> bool:
-        """Whether blocks came back, so that there are rates and times."""
+        """Whether blocks were loaded, so that there are rates and times."""
         return self.verified_blocks + self.corrupt_blocks > 0
 
 

@@ -1,7 +1,7 @@
 """Contents of blocks, as a function of the block's id and the offset in it: cheap to write and to check.
 
-A block is fixed random words, each XORed with a word that is mixed from the block's id. So a block or a sector of
-another id or offset differs in every word, and so do zeros.
+A block is fixed random words, each XORed with a word that is mixed from the block's id. So a block of another id, a
+sector of another offset, and zeros differ in every word. The replay and the bench call it, each on its thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the values of a trace's fields may be: times, lengths, ids of blocks.
+"""The types of a trace's fields: times, lengths, ids of blocks.
 
-`turns` and `agents` check the objects of a trace with these types.
+`turns` and `agents` check the objects of a trace with these types, on the command's thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MS_PER_S = 1000
 
 Whole = Annotated[int, Field(ge=0, le=2**63 - 1)]
 TIME_MAX: Final = 1e14
-"""More are no milliseconds: these would be of the year 5138."""
+"""A greater time is not in milliseconds: it would be in the year 5138."""
 
 
 def _numbers(ids: list[object]) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def _time(time: float) -> float:
 
 Time = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_time)]
 HashIds = Annotated[list[object], AfterValidator(_numbers)]
-"""The ids of a prompt. Its values are tuples of numbers."""
+"""The ids of a prompt's blocks. The check returns a tuple of numbers."""
 
 
 def milliseconds(time: float, *, is_in_seconds: bool) -> int:

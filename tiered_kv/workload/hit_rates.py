@@ -1,4 +1,7 @@
-"""Hit rates of eviction policies at several sizes of the primary tier, without any other tier."""
+"""Hit rates of eviction policies at several sizes of the primary tier, without any other tier.
+
+The command `simulate` calls it, on its thread. What must stay true: curve and simulation give LRU the same hits.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tiered_kv.workload.request import Request
 from tiered_kv.workload.simulation import Fleet, Simulated, simulate, with_tier
 
 _ALONE = load_config({"namespace": {"model": "any"}, "block": {"bytes": 1}, "primary": {"capacity": 2}})
-_SIZES = 10
+_SIZES = 10  # default sizes, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class HitRate:
     capacity_blocks: int
     hit_rate: float
     policy_error: str = ""
-    """Why lru took the policy's place: then the rate is not the policy's."""
+    """Why lru replaced the policy, if it did: then the rate is not the policy's."""
 
 
 def hit_rate(
@@ -41,7 +44,7 @@ def hit_rate(
 ) -> HitRate:
     """Return the hit rate of a policy, where each request ends before the next one begins.
 
-    `curve` is that of LRU without hints; with room for all blocks every policy hits the same. `on_progress` gets the
+    `curve` has the hits of LRU without hints. If all blocks fit, every policy has these hits. `on_progress` gets the
     number of requests so far.
     """
     is_on_curve = policy == "lru" and capacity_blocks >= curve.longest_blocks
@@ -71,7 +74,7 @@ def host_rates(
     *,
     on_progress: Callable[[int], None] = lambda requests: None,
 ) -> HostRates:
-    """Return the hit rates of `fleet`, whose servers are the engines of a host; `capacity_blocks` is that of all."""
+    """Return the hit rates of `fleet`, whose servers are a host's engines. They have `capacity_blocks` together."""
     if capacity_blocks < fleet.servers:
         raise ConfigError(f"expected a block for each engine, found {capacity_blocks}", location="--capacity")
     private = _run(policy, capacity_blocks // fleet.servers, requests, fleet, on_progress)
@@ -88,7 +91,7 @@ def _run(
 
 
 def default_sizes(curve: HitCurve) -> list[int]:
-    """Return sizes that double, up to the room for all blocks."""
+    """Return sizes in blocks: each is about twice the one before, and all blocks fit into the last."""
     return sorted({max(1, curve.distinct_blocks >> halvings) for halvings in range(_SIZES)})
 
 
@@ -99,7 +102,7 @@ class HitCurve:
     Args:
         hits: Hits by capacity in blocks, from 0 to the number of distinct blocks.
         blocks: Blocks that requests asked for.
-        longest_blocks: Blocks of the longest prompt. With a smaller capacity the real LRU has fewer hits than this.
+        longest_blocks: Blocks of the longest prompt. With a smaller capacity the real LRU has fewer than `hits`.
     """
 
     hits: np.ndarray[Any, np.dtype[np.int64]]
@@ -122,11 +125,11 @@ def hit_curve(requests: Sequence[Request]) -> HitCurve:
     number of blocks before it in this order. A request moves its blocks to the front, head before tail. So the cache
     always holds whole prefixes, as the primary tier does.
 
-    Blocks with the same last user are adjacent in the order, and the next request takes the head of them. So a Fenwick
-    tree (Fenwick, 1994) over requests, with the number of blocks that each was the last to use, is enough.
+    Blocks with the same last user (a request) are adjacent in the order. The next request takes the first of them. So
+    a Fenwick tree (Fenwick, 1994) over requests is enough. It has the number of blocks that each request used last.
     """
     last_user: dict[int, int] = {}  # by block, the number of the request that used it last, from 1
-    tree = [0] * (len(requests) + 1)  # Fenwick tree over requests: of how many blocks each is the last user
+    tree = [0] * (len(requests) + 1)  # Fenwick tree: for each request, how many blocks it used last
 
     def add(number: int, change: int) -> None:
         while number < len(tree):
@@ -148,7 +151,7 @@ def hit_curve(requests: Sequence[Request]) -> HitCurve:
         for user, length in runs:
             if user is None:  # a miss ends the prefix
                 break
-            # The blocks of later users come before these. The maximum keeps the order where ids are no prefixes.
+            # The blocks of later users come before these blocks. `max` keeps the order if ids are no prefixes.
             distance = max(distance + 1, len(last_user) - sum_to(user))
             distances.extend(range(distance, distance + length))
             distance += length - 1

@@ -1,7 +1,8 @@
 """Names the formats of other tools that `trace` cannot read, and what to do with each.
 
-`trace` asks for the first value of a file. These functions look at names of fields and at the first bytes, and keep
-nothing. What stays true: an empty answer means that the format is not known, not that it can be read.
+`trace` calls these functions on its thread, for the first value of a file. They look at names of fields and at the
+first bytes, and keep no state. What stays true: an empty answer means that the format is not known, not that it can be
+read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _OBJECTS = (
     ("requests of an API have the text of prompts", {"prompt"}),
     ("a list of prompts has the text of them", {"text_input"}),
 )
-"""What a format has in place of blocks, and fields that only this format has."""
+"""For each format, what it has in place of ids of blocks, and fields that only this format has."""
 _IDS = {"hash_ids", "chunk_hashes"}
 _KEY = re.compile(rb'"([^"\\]{1,64})"\s*:')
 _PARQUET = b"PAR1"
@@ -39,13 +40,13 @@ def object_advice(keys: Iterable[str]) -> str:
 
 
 def array_advice(head: bytes) -> str:
-    """Return what to do with a JSON array that begins so."""
+    """Return what to do with a JSON array that begins with `head`."""
     keys = [key.decode(errors="replace") for key in _KEY.findall(head)]
     return object_advice(keys) or "a JSON array is not read: write each of its objects in a line: jq -c '.[]' FILE"
 
 
 def text_advice(head: bytes) -> str:
-    """Return what to do with a file that begins so and is no JSON; empty if its format is not known."""
+    """Return what to do with a file that begins with `head` and is no JSON; empty if its format is not known."""
     if head.startswith(_PARQUET):
         return "a file of Parquet is not read: write its requests as JSON lines"
     line = head.split(b"\n", 1)[0].decode(errors="replace")

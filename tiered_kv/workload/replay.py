@@ -7,8 +7,11 @@ The replay acts as an engine's scheduler and worker, in steps:
    for a store. The next step reports those transfers as complete.
 
 Requests run in their order, as fast as the stack accepts them. Their timestamps are ignored. A request of a session
-waits for the session's last one, and so do the requests after it. A request also waits while the tiers' store budgets
-are used up: an engine would not, but it has other work between two stores, and the replay has none.
+waits until the session's last request is done, and the requests after it wait, too. A request also waits while the
+tiers' store budgets are used up. An engine would not wait: it has other work between two stores, the replay has none.
+
+The command `replay` calls `replay`, and the simulation steps a `Replay` without bytes, each on one thread. What must
+stay true: every loaded byte is compared, and the end leaves nothing pinned or reserved.
 """
 
 from __future__ import annotations
@@ -42,13 +45,13 @@ _IDLE_S = 0.0005
 class ReplaySettings:
     """How requests are driven."""
 
-    concurrency: int = 8
+    concurrency: int = 8  # requests at once
     store_blocks: int = 32
     """Blocks that a step stores for one request, as a server stores a chunk of its prefill."""
     request_timeout_s: float = 5.0
-    """How long a request waits for its prefix before the rest of it counts as missed."""
+    """How long a request waits for its prefix before the rest of the prefix counts as missed."""
     store_timeout_s: float = 10.0
-    """How long a request waits for store budget in every tier, before a tier without it skips the blocks."""
+    """How long a request waits for store budget in every tier. Then a tier without budget skips the blocks."""
     drain_timeout_s: float = 30.0
     """How long to wait for stores in flight after the last request."""
 
@@ -91,7 +94,8 @@ class _Running:
         done_blocks: Number of its blocks that were loaded, or submitted to be stored.
         transfer_keys: Keys of the blocks that the worker transfers. `transfer_ids`, `transfer_rows` and
             `transfer_tiers` are their ids, their rows, and for a load the tiers that had them.
-        reserved_blocks: Blocks that every tier has reserved store budget for.
+        reserved_blocks: Blocks for which every tier has reserved store budget.
+        room_deadline_s: When the wait for store budgets ends, by the replay's clock.
     """
 
     session: str
@@ -128,7 +132,7 @@ class Replay:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._manager = manager
-        self._spent_s = 0.0  # inside the manager, since the step began
+        self._spent_s = 0.0  # in calls of the manager, since the step began
         self._rows = rows
         self._settings = settings
         self._clock = clock
@@ -137,7 +141,7 @@ class Replay:
         self._store_blocks = self._chunk_blocks()
         self._content = BlockContent(1 if rows is None else self._block_bytes)
         self._running: list[_Running] = []
-        self._next: Request | None = None  # it waits for its session
+        self._next: Request | None = None  # the request that waits for its session
         self._admitted = 0
         self.tally = Tally(hits=dict.fromkeys(manager.counters(), 0))
 
@@ -194,7 +198,7 @@ class Replay:
             self.admit(request)
 
     def serves(self, session: str) -> bool:
-        """Return whether a request of a session is running, whose next request then has to wait."""
+        """Return whether a request of a session is running. The session's next request then has to wait."""
         return bool(session) and any(running.session == session for running in self._running)
 
     def admit(self, request: Request) -> None:
@@ -284,7 +288,7 @@ class Replay:
         running.phase = _Phase.LOAD
 
     def _begin_store(self, running: _Running) -> bool:
-        """Reserve rows for the next blocks of a request; it is done if it has no further block, or gets no rows.
+        """Reserve rows for the next blocks of a request. It is done if it has no further block, or gets no rows.
 
         Returns:
             False if it waits for the tiers' store budgets.
@@ -355,7 +359,7 @@ class Replay:
             if running.phase is _Phase.LOAD:
                 self._manager.complete_load(running.transfer_keys, running.context)
             elif running.phase is _Phase.STORE:
-                # The worker may not have written them.
+                # The worker may not have written these blocks.
                 self._manager.complete_store(running.transfer_keys, running.context, success=False)
             self._manager.on_request_finished(running.context)
         self._running.clear()

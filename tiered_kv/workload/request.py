@@ -1,4 +1,7 @@
-"""Requests of a workload, the built-in chats, and the keys of their blocks. `trace` reads those of a file."""
+"""Requests of a workload, the built-in chats, and the keys of their blocks. `trace` reads requests from a file.
+
+Commands, the replay and the simulation call it, on one thread. Equal arguments give equal results in every process.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,12 @@ _KEY_PERSON = b"tiered-kv replay"
 _KEY_HASH_BYTES = 16
 _COMMON_REQUESTS_MIN = 50
 _COMMON_SHARE = 0.01
-"""A block that more requests than both of these have belongs to no session."""
+"""A block belongs to no session if more requests have it than this number, and than this share of all requests."""
 _ROUGH_S = (1, 4, 16, 64, 256, 1024)
-"""The times of `hints_from_sessions`."""
-_BLOCK_TOKENS = [1 << power for power in range(17)]
+"""The seconds to which `hints_from_sessions` rounds times."""
+_BLOCK_TOKENS = [1 << power for power in range(17)]  # sizes that `block_tokens` tries
 _SURE_SHARE = 0.9
-"""A size of blocks is sure if so many of the prompts have it."""
+"""A size of blocks is sure if at least this share of the prompts fits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Request:
         output_length: Tokens that were generated.
         hash_ids: One id for each block of the prompt, in order. An id identifies the block and all blocks
             before it, so no id occurs twice.
-        session: Its requests run one after another; empty if unknown.
+        session: Name of its session, whose requests run one after another; empty if unknown.
         hints: The request's hints, as `Hints.parse` takes them.
     """
 
@@ -63,8 +66,8 @@ class ChatWorkload:
 
     A chat starts with one of a few system prompts. Each turn appends blocks to the prompt, so it has all earlier
     prompts of its chat as prefixes. Each request belongs to a random one of `active_chats` chats. A new chat replaces
-    one that has ended. The more chats are active, the more is stored between two turns of a chat, and the lower the
-    tier that still has its prefix.
+    one that has ended. The more chats are active, the more blocks are stored between two turns of a chat.
+    Then only a lower tier still has the chat's prefix.
 
     `docs/reference/command.md` describes each setting.
     """
@@ -120,7 +123,7 @@ def _block_id(*parts: int | str) -> int:
 
 
 def id_number(hash_id: object) -> int:
-    """Return an id of a trace as a number: a text as its decimal digits, or the hash of another text."""
+    """Return an id of a trace as a number: the value of a text of digits, or the hash of another text."""
     if isinstance(hash_id, float) and hash_id.is_integer():
         return int(hash_id)
     if not isinstance(hash_id, str) or not hash_id:
@@ -132,7 +135,7 @@ def id_number(hash_id: object) -> int:
 
 
 def block_tokens(requests: Sequence[Request]) -> int:
-    """Return how many tokens a block has, by the lengths of the prompts; 0 if they do not tell."""
+    """Return how many tokens a block has, by the lengths of the prompts; 0 if these do not show it."""
     lengths = Counter((request.input_length, len(request.hash_ids)) for request in requests if request.hash_ids)
     fits = {
         size: sum(count for (tokens, blocks), count in lengths.items() if abs(tokens / size - blocks) < 1)
@@ -143,7 +146,7 @@ def block_tokens(requests: Sequence[Request]) -> int:
 
 
 def sessions(requests: Sequence[Request]) -> list[int]:
-    """Return the session of each request: the first block that only the session has; if there is none, the last one."""
+    """Return the session of each request: its first block that is in few requests; if there is none, its last block."""
     uses = Counter(each for request in requests for each in request.hash_ids)
     limit = max(_COMMON_REQUESTS_MIN, _COMMON_SHARE * len(requests))
     common = {each for each, count in uses.items() if count > limit}
@@ -152,7 +155,7 @@ def sessions(requests: Sequence[Request]) -> list[int]:
 
 
 def session_names(requests: Sequence[Request]) -> list[str | int]:
-    """Return the session of each request: as the trace names it, or else a block by which `sessions` knows it."""
+    """Return the session of each request: as the trace names it, or else the block that `sessions` returns."""
     return [request.session or root for request, root in zip(requests, sessions(requests), strict=True)]
 
 

@@ -1,7 +1,8 @@
 """Simulates a stack without moving a byte: what each tier would hit, write and evict, and what that would cost.
 
 The manager, the policy and the replay are those of a real stack. A tier that keeps only keys replaces each secondary
-tier, and ends each job after a fixed number of steps. So storage is always fast enough.
+tier, and ends each job after a fixed number of steps. So storage is always fast enough. The command `simulate` calls
+it, on one thread. What must stay true: all deadlines are by simulated clocks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tiered_kv.workload.request import Request, block_key, numbered, session_nam
 SERVERS_MAX = 1000
 ROUTERS = ("random", "round-robin", "sticky", "prefix")
 _PREFIX_SHARE_MIN = 0.5
-"""A server gets a request for its prefix if it had at least this share of the prompt before."""
+"""Router "prefix" chooses a server by its prefix if at least this share of the prompt was seen before."""
 _MS_PER_S = 1000
 _COUNTS = ("written_blocks", "moved_blocks", "read_blocks", "evicted_blocks", "lookup_requests", "used_bytes")
 """The counters of a `KeyStore`."""
@@ -48,7 +49,7 @@ Costs = dict[str, dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Servers with a stack each, which share the storage of shared tiers. `concurrency` is that of all together."""
+    """Servers with a stack each, which share the storage of shared tiers. `concurrency` is requests at once on all."""
 
     servers: int = 1
     router: str = "round-robin"
@@ -92,7 +93,7 @@ class Simulated:
     seconds: float
     tiers: dict[str, TierUse]
     policy_error: str = ""
-    """Why lru took the policy's place: then the figures are not the policy's."""
+    """Why lru replaced the policy, if it did: then the figures are not the policy's."""
 
 
 def simulate(
@@ -131,7 +132,7 @@ def span_s(requests: Sequence[Request]) -> float:
 
 
 def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
-    """Return a stack with other settings of one tier, which are not validated."""
+    """Return the stack with some settings of one tier changed. The new values are not validated."""
     tiers = {PRIMARY_NAME: config.primary, **{tier.name: tier for tier in config.secondary}}
     if name not in tiers:
         raise ConfigError(
@@ -142,10 +143,10 @@ def with_tier(config: StackConfig, name: str, **changes: object) -> StackConfig:
 
 
 def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[int]:
-    """Return an iterator over the number of the server of each request, from 0.
+    """Return an iterator over the servers' numbers, from 0, one for each request.
 
-    Router "sticky" keeps a session on one server. "prefix" chooses the server that had the longest part of the prompt
-    before, if that is half of it, and else the server with the fewest blocks.
+    Router "sticky" keeps a session on one server. "prefix" looks for the longest prefix of the prompt that any
+    server had before. If it is half of the prompt, its last server is chosen, else the server with the fewest blocks.
     """
     if router == "random":
         chance = random.Random(0)
@@ -197,7 +198,7 @@ class _NoMemory(PrimaryRegion):
 
 
 class Server:
-    """A simulated stack, and the replay that drives it. By `clock`, the time of the requests, blocks expire."""
+    """A simulated stack, and the replay that drives it. Blocks expire by `clock`, the time of the requests."""
 
     def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock) -> None:
         blocks, waiting_clock = config.primary_blocks, _Clock()
@@ -326,7 +327,7 @@ def times_a_month(requests: Sequence[Request]) -> float:
 def costs(simulated: Simulated, prices: Prices, times: float) -> Costs:
     """Return the monthly costs of each tier with a price, if the simulated requests come this many `times` a month.
 
-    Storage is charged for the capacity on all servers, or without a capacity for what was stored at the end.
+    Storage is charged for the capacity of all storages; without a capacity, for the bytes stored at the end.
     """
     found = {}
     for name, price in prices.tiers.items():

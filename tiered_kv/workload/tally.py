@@ -1,4 +1,7 @@
-"""The counters of a replay, and its report."""
+"""The counters of a replay, and its report.
+
+A `Replay` owns its `Tally`, and changes it on its one thread. Commands read both on the same thread.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import numpy as np
 
 GB = 1e9
 _US_PER_S = 1e6
-_CORRUPT_SHOWN = 10
+_CORRUPT_SHOWN = 10  # blocks in a report, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ class ReplayReport(Counts):
 class Tally(Counts):
     """Counters of a running replay, with the time of each step.
 
-    `bytes_s` is the time in which bytes were written and compared, `waiting_s` that in which storage was waited for.
+    `step_s` has the time inside the manager for each step. `bytes_s` is the time to write and compare bytes, and
+    `waiting_s` the time of waits for storage.
     """
 
     step_s: array[float] = field(default_factory=lambda: array("d"))
@@ -105,7 +109,7 @@ class Tally(Counts):
 
 
 def traffic(hits: int, counters: Mapping[str, Any], seconds: float) -> TierTraffic:
-    """Return the traffic of a tier with these hits and the manager's counters, in so many seconds."""
+    """Return the traffic of a tier in this time, from its hits and the manager's counters."""
     stored_bytes = counters.get("stored_bytes_total", 0)
     loaded_bytes = counters.get("loaded_bytes_total", 0)
     return TierTraffic(

@@ -2,9 +2,9 @@
 
 A trace has JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`: the format of the traces
 released with Mooncake (Qin et al., FAST'25). `session` and `hints` may be added. Other fields are ignored. Tools that
-write such traces differ, so whatever has one meaning is read: 12.0 for 12, ids that are texts, a file that `gzip` made.
-The forms of other publishers are read too: `turns` has those with a request in each line, `agents` those with an object
-for each session. `known_formats` names what cannot be read.
+write such traces differ, so a value with only one meaning is read: 12.0 for 12, ids that are texts, a file of `gzip`.
+Forms of other publishers are read too: `turns` reads forms with a request in each line, `agents` forms with an object
+for each session. `known_formats` names formats that cannot be read.
 
 The command calls this, on its thread. A file is read once and forwards, so that it may be a pipe. What stays true: a
 line is a request or an error that names the file, the line and the key.
@@ -33,7 +33,7 @@ LINE_BYTES_MAX = 4 << 20
 SESSION_BYTES_MAX = 64 << 20
 """The same for an object that has all requests of a session."""
 _HEAD_BYTES = 1 << 16
-"""What is looked at of a file that cannot be read, to name its format."""
+"""Bytes of an unreadable file that are searched, to name its format."""
 _GZIP = b"\x1f\x8b"
 _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -43,20 +43,20 @@ _COMPRESSED = {
     b"PK\x03\x04": "zip",
     b"\x04\x22\x4d\x18": "lz4",
 }
-"""How files begin that other programs have compressed."""
+"""The first bytes of files that other programs have compressed."""
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 Entry = tuple[object, str]
-"""A JSON value, and where it is."""
+"""A JSON value, and its place as PATH:LINE."""
 
 
 def read_trace(path: Path, *, requests_max: int | None = None, time_unit: str = "") -> Iterator[Request]:
     """Yield the requests of a trace, at most `requests_max`; empty lines are skipped.
 
-    Requests come one line at a time, up to the first line with a `session_id` or without a timestamp. The trace is then
-    read to its end. With relative times, and of agents, requests come in the order of their times. `time_unit` is that
-    of times, "s" or "ms"; by default the one of the trace's form.
+    Requests come one line at a time, up to the first line with a `session_id` or without a timestamp. Before the
+    request of this line, the trace is read to its end. Requests with relative times, or of agents, come in the order of
+    their times. `time_unit` is the unit of times, "s" or "ms"; by default the unit of the trace's form.
     """
     with closing(_of_folder(path) if path.is_dir() else _of_file(path)) as entries:
         first = next(entries, None)
@@ -150,7 +150,7 @@ def _entries(plain: BufferedReader | gzip.GzipFile, path: str) -> Iterator[Entry
 
 
 def _whole(line: bytes, plain: BufferedReader | gzip.GzipFile, where: str, error: Exception) -> object:
-    """Return the only object of a file, which has it in several lines."""
+    """Return the only object of a file, which is written in several lines."""
     is_object = line.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
     text = line + plain.read(SESSION_BYTES_MAX if is_object else _HEAD_BYTES)
     _refuse_longer(text, where)

@@ -1,13 +1,13 @@
-"""Traces with a request in each line: what a line means, and sessions whose lines have only what is new.
+"""Traces with a request in each line: what a line means, and sessions whose lines have only new blocks.
 
 `trace` gives the lines in their order, on its thread. The forms that are read:
 
 - Mooncake, with `session` and `hints` of our own: the line has the whole prompt.
 - Qwen-Bailian (`chat_id`, `parent_chat_id`): the whole prompt, times in seconds.
 - LMCache's log of lookups (`chunk_hashes`, `seq_len`): the whole prompt, times in seconds.
-- Sessions with `session_id`, as aiperf writes and reads them: a line has what its turn adds, unless `context_mode` says
-  otherwise. Other tools write whole prompts with the same fields, so the ids decide: whole prompts of a session begin
-  with the same block, and what a turn adds repeats no block.
+- Sessions with `session_id`, as aiperf writes and reads them: a line has the blocks that its turn adds, unless
+  `context_mode` says otherwise. Other tools write whole prompts with the same fields, so the ids decide. Whole prompts
+  of a session begin with the same block; the blocks that a turn adds repeat no earlier block.
 
 What stays true: in the requests that come out, an id stands for a block with all blocks before it.
 """
@@ -33,7 +33,7 @@ _UNCLEAR = (
 )
 
 _SINCE_1970_S = (1.2e9, 2.5e9)
-"""From 2008 to 2049. As milliseconds, these would be the 14th to the 28th day of a trace."""
+"""From 2008 to 2049. Read as milliseconds, such times are in the 14th to the 29th day of a trace."""
 
 
 def _valid_hints(hints: dict[str, object] | None) -> dict[str, object] | None:
@@ -43,6 +43,8 @@ def _valid_hints(hints: dict[str, object] | None) -> dict[str, object] | None:
 
 
 class _Line(BaseModel):
+    """The fields of a line of any form."""
+
     timestamp: Time | None = None
     delay: Time | None = None
     input_length: Whole
@@ -63,10 +65,10 @@ class _SessionTurns:
     """A session so far.
 
     Args:
-        last_ms: When its last turn came.
+        last_ms: When its last turn came, in milliseconds of the trace.
         prompt: The ids of its last prompt.
-        tokens: The length of it, without outputs.
-        given: All ids that its lines have had.
+        tokens: Tokens of its last prompt, without outputs.
+        given: All ids in its lines that were not known to be whole prompts.
         is_whole: Whether a line has the whole prompt; None if that is not known.
     """
 
@@ -78,12 +80,12 @@ class _SessionTurns:
 
 
 class Turns:
-    """Makes requests of lines."""
+    """Makes requests of lines. One thread calls."""
 
     def __init__(self, time_unit: str) -> None:
         self._time_unit = time_unit
         self._has_begun = False
-        self._chats: dict[str, str] = {}  # the first chat of each one's chain
+        self._chats: dict[str, str] = {}  # by chat, the first chat of its chain
         self._sessions: dict[str, _SessionTurns] = {}
         self.have_sessions = False
         """Whether a line had a `session_id`, or no timestamp."""
@@ -120,7 +122,7 @@ class Turns:
         return Request(at_ms, tokens, line.output_length or 0, ids, own or joint or self._chain(line), line.hints)
 
     def _check_unit(self, line: _Line, where: str, is_in_seconds: bool) -> None:
-        """Refuse seconds since 1970 that would be read as milliseconds; they begin a trace."""
+        """Refuse seconds since 1970 that would be read as milliseconds. Only the first line is checked."""
         is_first, self._has_begun = not self._has_begun, True
         time = line.timestamp or 0.0
         if is_first and not is_in_seconds and not self._time_unit and _SINCE_1970_S[0] <= time < _SINCE_1970_S[1]:
@@ -153,7 +155,7 @@ class Turns:
         return last_ms + milliseconds(line.delay or 0, is_in_seconds=is_in_seconds)
 
     def _put_together(self, session: _SessionTurns, line: _Line, where: str) -> tuple[tuple[int, ...], int]:
-        """Return the ids of the whole prompt, and its tokens; `session` then has this turn."""
+        """Return the ids and the tokens of the whole prompt, and add this turn to `session`."""
         new = cast("tuple[int, ...]", line.hash_ids)
         if line.context_mode is not None:
             session.is_whole = line.context_mode == "message_array_with_responses"
@@ -166,7 +168,7 @@ class Turns:
             session.prompt, session.tokens = new, line.input_length
         else:
             prompt = list(session.prompt)
-            for each in new:  # elsewhere the same text may come after other blocks
+            for each in new:  # the same id may follow other blocks elsewhere
                 prompt.append(id_number(f"block {each} after {prompt[-1]}"))
             session.prompt = tuple(prompt)
             session.tokens += line.input_length
