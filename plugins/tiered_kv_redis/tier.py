@@ -48,7 +48,7 @@ _LOOKUP_SHARE = 0.5
 class RedisTier(BlockingTier):
     """Blocks in a Redis server or cluster, for every machine that reaches it.
 
-    A server that does not answer when the tier is opened is used as soon as it answers.
+    If a server does not answer when the tier is opened, the tier uses it as soon as it answers.
 
     Raises:
         ConfigError: A file of certificates or keys cannot be used.
@@ -64,7 +64,7 @@ class RedisTier(BlockingTier):
         self._settings = settings
         self._counters = Counters(METRICS)
         self._limit = LogLimit()
-        # First the steps that may fail: a tier that was not opened holds no view of the region.
+        # The steps that may fail come first: a tier whose opening failed must hold no view of the region.
         check_tls_files(settings)
         self._topology = Topology(settings, lambda: self._keyspace.epoch.recheck())
         try:

@@ -124,14 +124,14 @@ class S3Administration(ListedStorage):
             record[:] = [] if room is None else [room]
             return record or None
 
-        for _ in range(2):  # a damaged record may have been damaged on its way
+        for _ in range(2):  # the second time if the first record was damaged, perhaps on its way
             verdict = self._bucket.get(listed.name, sink, check.bytes_max, deadline, expires=False)
             if verdict is not Verdict.DONE:
                 return check.too_long if verdict is Verdict.OVERSIZED else None if verdict in ABSENCE else str(verdict)
             found = check.check(record[0], bytes.fromhex(listed.name[-2 * DIGEST_BYTES :]))
             if found is RecordStatus.OK:
                 break
-        # Not damage: the bucket has no mark of the format version of its blocks, so another release may read this one.
+        # No damage: a bucket has no mark of its blocks' format version, so another release may read this record.
         return found.value if found is RecordStatus.BAD_VERSION else found
 
 

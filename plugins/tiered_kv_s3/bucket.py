@@ -328,7 +328,7 @@ class Bucket:
         if 200 <= answer.status < 300:
             if b"<Error" not in body[:200]:
                 return Verdict.DONE
-            answer = replace(answer, status=500)  # S3 may find out after it has sent the status
+            answer = replace(answer, status=500)  # S3 may fail after it has sent the status
         verdict = self._verdict_of(answer, body)
         if verdict in (Verdict.CREDENTIALS, Verdict.DENIED):  # a replaced key gives DENIED, too
             are_expired = verdict is Verdict.CREDENTIALS

@@ -34,7 +34,7 @@ from tiered_kv_s3.verdict import BucketError, Verdict, seconds_of, verdict_of_er
 PAGE_OBJECTS: Final = 1000  # objects in one page of a listing; S3's limit
 DELETED_AT_ONCE: Final = 100
 """Names in one request to delete: some servers need 20 ms for each name, and all share one `request_timeout`."""
-LISTED_MIN: Final = 100  # the smallest page that is made smaller when its listing takes too long
+LISTED_MIN: Final = 100  # a smaller page is not divided when its listing takes too long
 PARALLEL_DELETES: Final = 8
 _ATTEMPTS_MAX: Final = 3
 _CREDENTIALS_S: Final = 10.0

@@ -38,7 +38,7 @@ from tiered_kv_s3.verdict import ABSENCE, UNHEARD, BucketError, Verdict
 
 _PART_BYTES = 1  # one block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel
 _SHUTDOWN_S = 2.0
-_PROBE_S = 10.0
+_PROBE_S = 10.0  # how long `describe` waits for the epoch's mark
 _TOUCH_S = 60.0  # after how long a use of the same block in a tier above counts again
 _SAVE_S = 10.0  # how long a reset tries to write its mark in the background; after that the next store writes it
 _JOB_SHARE = 0.9  # a part ends a tenth of its time early, so that one stalled block does not make its job expire
@@ -46,7 +46,7 @@ _STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
 """States of records that other processes may read. They are misses here until the next store of the block, and are not
 deleted. Unlike a directory, a bucket has no mark of the format version of its blocks."""
 
-_SKEW_MAX_S = 60.0
+_SKEW_MAX_S = 60.0  # `describe` warns of a larger difference between the clocks
 _LOCKS_OBJECTS = "the bucket has object lock: deleted blocks stay until their retention ends; use one without"
 _KEEPS_VERSIONS = (
     "the bucket keeps deleted blocks as old versions, which ttl and capacity do not count: "
@@ -272,7 +272,7 @@ class S3Tier(BlockingTier):
             payload = block if is_raw else self._room.take(size_bytes - HEADER_BYTES)
             return [memoryview(header), payload]
 
-        for _ in range(2):  # a damaged record may have been damaged on its way
+        for _ in range(2):  # the second time if the first record was damaged, perhaps on its way
             verdict = self._bucket.get(name, sink, record_bytes_max(len(block)), deadline, on_age=ages.append)
             if verdict is not Verdict.DONE:
                 return self._note_failed_get(name, verdict, asked_s, deadline)

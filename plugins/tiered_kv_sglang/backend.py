@@ -77,7 +77,7 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         """Threads that may hold pages from before a clear. They store and load nothing."""
         self._load_s_max = sum(tier.job_timeout for tier in self._settings.tiers)  # of a load through all tiers
         self._load_until_s = math.inf
-        """Time at which the running load should have ended. SGLang has one thread for loads."""
+        """Time of `time.monotonic()` by which the running load should have ended. SGLang has one thread for loads."""
         self._metrics = StorageMetrics()
         self._metrics_lock = threading.Lock()
 

@@ -125,8 +125,8 @@ def _float32_precisions() -> list[str]:
 def config_digest(config: Mapping[str, object]) -> str:
     """Return 32 hexadecimal digits for a model's configuration, as its `to_dict` gives it.
 
-    They are BLAKE2b, personalized, over the counting entries as JSON: keys sorted, no white space, UTF-8. A value that
-    JSON does not have is its `str`; a set is the sorted list of these.
+    The digits are a personalized BLAKE2b of the counting entries as JSON: keys sorted, no white space, UTF-8. A value
+    of a type that JSON lacks is written as its `str`; a set, as the sorted list of its values' `str`.
     """
     counting = {name: value for name, value in config.items() if name not in _NOT_OF_THE_MODEL}
     return _digest(_with_text_keys(counting), _CONFIG_PERSON)
@@ -135,9 +135,9 @@ def config_digest(config: Mapping[str, object]) -> str:
 def weights_digest(state: Mapping[str, torch.Tensor], *, sampled: bool = False) -> str:
     """Return 32 hexadecimal digits for a model's weights, as its `state_dict` gives them, on any device.
 
-    They are as in `config_digest`, over `[name, dtype, shape, content]` of each tensor, sorted by name. `content` is
-    the XXH3-128 of its bytes in C order, in hexadecimal. If `sampled`, 16 pages of 4 KiB stand for a larger tensor,
-    among them the first and the last.
+    They are computed as in `config_digest`, over `[name, dtype, shape, content]` of each tensor, sorted by name.
+    `content` is the XXH3-128 of the tensor's bytes in C order, in hexadecimal. If `sampled`, 16 pages of 4 KiB stand
+    for a larger tensor; the first and the last page are among them.
     """
     entries = []
     for name, tensor in sorted(state.items()):

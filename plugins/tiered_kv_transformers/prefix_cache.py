@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
 _PART_BYTES = 32 << 20
-"""Memory beside the cache's that one `restore` takes: it loads blocks in parts of this size."""
+"""Memory that one `restore` takes besides the cache: it loads blocks in parts of this size."""
 
 
 class Restored(NamedTuple):

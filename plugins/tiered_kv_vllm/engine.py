@@ -263,7 +263,7 @@ class Stage:
 
 
 def stage_of(config: Any) -> Stage:  # Any: vLLM's OffloadingConfig
-    """Return the stage that a process knows: a worker's own, and in the scheduler that of worker 0."""
+    """Return the stage that a process knows: a worker's own, and in the scheduler the stage of worker 0."""
     return Stage(sum(len(group.layer_names) for group in config.groups), tuple(map(_describe, config.groups)))
 
 
