@@ -1,4 +1,4 @@
-"""The block-id specs of each medium that a worker can copy from or to."""
+"""The block-id specs of each medium that a worker can copy from or to. Managers make them, and workers read them."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class HitDensity:
         hits, seen = (np.frombuffer(count).reshape(-1, self._groups, BUCKETS) for count in (self.hits, self.seen))
         kind_hits = hits.sum(1, keepdims=True)
         kind_seen = (seen * self._factor).sum(1, keepdims=True)
-        # For ages that few tails have reached: the prior, corrected by its error at younger ages. Large tiers need it.
+        # At ages that few tails have reached, the prior counts, corrected by its error at younger ages (large tiers).
         held = (_before(kind_hits) + 1) / (_before(kind_seen * _PRIOR) + 1)
         hazard = (kind_hits + PRIOR_TAILS * _PRIOR * np.minimum(1, held)) / (kind_seen + PRIOR_TAILS)
         added = slice(self._first_kinds, None)

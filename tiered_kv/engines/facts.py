@@ -47,7 +47,7 @@ _BIDIRECTIONAL: Mapping[str, tuple[object, ...]] = {
 def weights_in_files(model: str, commit: str | None, which: str) -> str | None:
     """Return how a namespace describes weights in files: by their digest, or else by the commit of their repository.
 
-    `which` says which of several files with weights the engine reads.
+    `which` is the engine's choice among several files with weights, such as its load format.
     """
     digest = files_digest(model)
     if digest is not None:

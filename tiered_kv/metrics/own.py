@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, TypeGuard
 from tiered_kv.metrics.histogram import HistogramValue, checked_histogram, is_histogram
 from tiered_kv.metrics.metric import Metric
 
-_DEPTH_MAX: Final = 4
+_DEPTH_MAX: Final = 4  # labels of a number
 _NUMBERS_MAX: Final = 4096
 """Limit of numbers that are read from one tier's `stats`."""
 

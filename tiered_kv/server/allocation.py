@@ -76,7 +76,7 @@ class RowAllocation:
         self._waiting = threading.Lock()  # one thread looks for room at a time, and waits for it
         self._closed = threading.Event()
         self._lock = threading.Lock()  # guards all below, and is never held across a call of the kernel
-        self._next = 0
+        self._next = 0  # offset of the next chunk
         self._end = size_bytes
         """No chunk begins at or after this offset. `close` and a refused page lower it."""
         self._finished: dict[int, int] = {}
@@ -85,9 +85,9 @@ class RowAllocation:
         self._allowed_bytes = size_bytes if room is None else min(size_bytes, first_bytes)
         self._looks = 0
         """How often it has looked since it waits for memory."""
-        self._may_wait = False
-        self._done_bytes = 0
-        self._running = 0
+        self._may_wait = False  # for free memory; not while the server starts
+        self._done_bytes = 0  # in ended chunks
+        self._running = 0  # threads that have not left, and `go_on`
         self._threads: list[threading.Thread] = []
         self.refusal = ""
         self.ready_bytes = 0

@@ -181,11 +181,11 @@ class Attachment:
         self.hello = hello
         self.resets = ResetNotes(self.path, hello.settings)
         self._maps_rows, self._pins_rows = maps_rows, pins_rows
-        self._ready: HostLink | None = None
-        self._wanted = threading.Event()
+        self._ready: HostLink | None = None  # a new connection that nobody has taken
+        self._wanted = threading.Event()  # wakes the thread, to connect or to end
         self._closed = threading.Event()
         self._lock = threading.Lock()  # guards `_ready` and `_wanted`, and `_opening`; never held across I/O
-        self._opening: socket.socket | None = None
+        self._opening: socket.socket | None = None  # of the connection that the thread makes
         self._thread: threading.Thread | None = None
         self._told = ""  # the reason that was logged last
         self._limit = LogLimit(LOGGED_PAUSE_S, 2 * LOGGED_AT_ONCE)

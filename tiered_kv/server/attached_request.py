@@ -43,7 +43,7 @@ class AttachedRequest:
     """The last answer for each key, without the answers that `read` has not sorted: use `rows`."""
     _tiers: dict[OffloadKey, int] = field(default_factory=dict)  # numbers of tiers, of promoted blocks only
     known_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
-    """Keys of which the server was asked whether they are stored, message by message."""
+    """Keys that the engine has, and for which the server was asked whether they are stored; one entry a message."""
     stored: dict[OffloadKey, bool | None] = field(default_factory=dict)
     """For programs only: the server's answers whether any tier has a block; None until it answers."""
     stored_asked: list[Sequence[OffloadKey]] = field(default_factory=list)

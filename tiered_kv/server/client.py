@@ -32,7 +32,7 @@ _NO_HINTS = Hints()
 class AttachedManager(CacheManager):
     """Answers an engine's scheduler from a host's server.
 
-    While the server is away every block is a miss, and nothing is stored.
+    While the server is away every block is a miss, and nothing is stored. `on_attached` gets each new connection.
 
     Args:
         attachment: Connects to the server; `shutdown` closes it.
@@ -67,14 +67,14 @@ class AttachedManager(CacheManager):
         self._hint_reader = HintReader()
         self._requests: dict[str, AttachedRequest] = {}
         self._by_number: dict[int, AttachedRequest] = {}
-        self._number = 0
+        self._number = 0  # of the last request
         self._unsent: dict[int, AttachedRequest] = {}
         """Requests with keys that were looked up and not asked for, by number."""
         self._writing: dict[OffloadKey, int] = {}  # rows of blocks that the engine's workers write
         self._short: dict[OffloadKey, None] = {}
         """Blocks of stores that found too few rows since the last poll. An engine tries them all again."""
-        self._transfers = 0
-        self._now_s = clock()
+        self._transfers = 0  # blocks that workers read or write
+        self._now_s = clock()  # of the last poll
         self.poll()
 
     @property
@@ -337,7 +337,7 @@ class AttachedManager(CacheManager):
         return self._hint_reader.read(req_context) or _NO_HINTS
 
     def _tell(self, request: AttachedRequest) -> None:
-        """Let the server know a request before anything is asked for it."""
+        """Let the server know a request before the first question for it."""
         if request.link is None and (link := self.server.link) is not None:
             request.link = link
             epoch = -1 if request.is_outdated else self.server.epoch_there(request.epoch)

@@ -239,7 +239,7 @@ class HostStack(BlockFacade[ProgramManager]):
     ) -> bool:
         if super()._store(keys, blocks, context, reserved, end_s):
             return True
-        link = self._manager.link  # it has asked for rows; to store fewer blocks at a time would take longer
+        link = self._manager.link  # `super` has asked it for rows: to store fewer blocks at a time would take longer
         if link is not None:
             until_s = min(end_s, time.monotonic() + link.welcome.answer_s)
             self._wait(lambda: not self._manager.is_granting, until_s)

@@ -136,7 +136,7 @@ class DensityPolicy(CachePolicy):
         runs = [(tail, run) for tail, run in runs_of(blocks) if run[0].chain is not chain]
         held = self._order.take_out([block for block in blocks if block.ref_cnt <= 0])
         cut: CPUBlock | None = None  # the last block that is shared
-        is_late = own.is_storing or own.end > 0  # other requests stored these blocks meanwhile: no hits of this one
+        is_late = own.is_storing or own.end > 0  # others stored these blocks after it had begun: no hits
         if runs and is_late:
             own.turn = max(own.turn, *(tail.turn for tail, _ in runs))
         elif runs:
@@ -254,7 +254,7 @@ class DensityPolicy(CachePolicy):
                     tail.group = tail.kind * KIND_GROUPS + tail.group % KIND_GROUPS
                 cell = tail.group * BUCKETS + bucket
                 tail.bucket = bucket + 1
-                tail.is_aging = bool(tail.blocks or tail.ghost)  # no return of other tails would be noticed
+                tail.is_aging = bool(tail.blocks or tail.ghost)  # else no return of it would be noticed
                 if tail.is_aging:
                     if not bucket:
                         seen[cell] += tail.share
