@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from typing import ClassVar, Final, Self
 
@@ -23,6 +24,8 @@ BUS_OFFSET: Final = 10_000
 
 _PORTS: Final = range(10_000, 32_768 - BUS_OFFSET)
 """Below Linux's ephemeral ports, with the buses: a server that starts again finds its port free."""
+_GIVEN: Final[deque[int]] = deque(maxlen=64)
+"""The last ports that this process has given, with their buses'."""
 _POLL_S: Final = 0.001
 
 
@@ -114,12 +117,18 @@ class ServerProcess(ABC):
 
 
 def free_port() -> int:
-    """Return a port that is free now, and the port of its cluster bus too."""
+    """Return a port that is free now, and the port of its cluster bus too.
+
+    Servers of a group get their ports before the first one starts, so the last ports are not given again.
+    """
     while True:
         with socket.socket() as sock, socket.socket() as bus, contextlib.suppress(OSError):
             port = secrets.choice(_PORTS)
+            if port in _GIVEN or port + BUS_OFFSET in _GIVEN:
+                continue
             sock.bind(("127.0.0.1", port))
             bus.bind(("127.0.0.1", port + BUS_OFFSET))
+            _GIVEN.extend((port, port + BUS_OFFSET))
             return port
 
 
