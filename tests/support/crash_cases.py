@@ -57,7 +57,7 @@ _HIT_SHARE_MIN: Final = 0.4
 """The share of cases whose fault must have happened in the end; the others are not counted. Some calls come only where
 every thread is traced, or where threads meet in a certain order. Seen were nine tenths and more as a rule, and a third
 of a small sample on a busy machine: of less than `_SMALL_SAMPLE` cases, one is enough."""
-_SMALL_SAMPLE: Final = 10
+_SMALL_SAMPLE: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
