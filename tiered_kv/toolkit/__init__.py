@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tiered_kv.config.hooks import TierType, hookimpl, tier_plugins
     from tiered_kv.config.settings import StorageSettings, TierSettings
     from tiered_kv.config.units import Bytes, Count, Seconds
+    from tiered_kv.cpu.key_table import KeyTable
     from tiered_kv.metrics.counters import Counters
     from tiered_kv.metrics.metric import Metric
     from tiered_kv.metrics.vocabulary import common_metrics
@@ -57,6 +58,7 @@ __all__ = [
     "Counters",
     "JobMetadata",
     "JobResult",
+    "KeyTable",
     "Metric",
     "OffloadKey",
     "Outcome",
@@ -80,6 +82,7 @@ _MODULES = {
     "tiered_kv.config.settings": "StorageSettings TierSettings",
     "tiered_kv.config.units": "Bytes Count Seconds",
     "tiered_kv.reasons": "Reason",
+    "tiered_kv.cpu.key_table": "KeyTable",
     "tiered_kv.config.hooks": "TierType hookimpl tier_plugins",
     "tiered_kv.metrics.counters": "Counters",
     "tiered_kv.metrics.metric": "Metric",
