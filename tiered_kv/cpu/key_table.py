@@ -204,7 +204,9 @@ class KeyTable:
             self._mask = 2 * self._mask + 1
         half = (self._mask + 1) >> 1
         old = len(buckets) - half
-        bucket, stays, moves = buckets[old], [], []
+        bucket = buckets[old]
+        stays: list[bytes] = []
+        moves: list[bytes] = []
         for at in range(0, len(bucket), size):
             record = bucket[at : at + size]
             (moves if zlib.crc32(record[:key_bytes]) & half else stays).append(record)
