@@ -55,7 +55,7 @@ def tiered_kv_register_tiers() -> Iterable[TierType]:
             "One file a block, in a directory that hosts may share.",
             imported("tiered_kv_fs.administration:FsAdministration"),
             is_shared=True,
-            key_store=imported("tiered_kv_fs.sweeper:FsKeys"),
+            key_store=imported("tiered_kv_fs.simulation:FsKeys"),
             metrics=METRICS,
         )
     ]

@@ -22,8 +22,7 @@ from typing import Final
 
 from tiered_kv.metrics.counters import Counters
 from tiered_kv.toolkit.claimed import TEMPORARY, walk
-from tiered_kv.toolkit.keys_only import KeyStore
-from tiered_kv_fs.allocation import UNIT_BYTES_MIN, occupied_bytes, round_up, unit_of
+from tiered_kv_fs.allocation import UNIT_BYTES_MIN, occupied_bytes, unit_of
 from tiered_kv_fs.directory import Directory
 from tiered_kv_fs.full_disk import free, removed
 from tiered_kv_fs.ledger import LAPSE_S, SURVEY_INTERVAL_S, DirectoryLedger
@@ -241,13 +240,3 @@ class DirectorySweeper:
                 for shard in os.listdir(path):
                     os.rmdir(f"{path}/{shard}")
                 os.rmdir(path)
-
-
-class FsKeys(KeyStore):
-    """A directory without bytes, for `tiered-kv simulate`. A file takes whole allocation units of 4 KiB."""
-
-    load_steps = 4
-
-    @staticmethod
-    def room_bytes(record_bytes: int) -> int:
-        return round_up(record_bytes)

@@ -50,7 +50,7 @@ def tiered_kv_register_tiers() -> Iterable[TierType]:
             "A Redis server or cluster that several machines share.",
             imported("tiered_kv_redis.administration:RedisAdministration", library="redis", extra="redis"),
             is_shared=True,
-            key_store=imported("tiered_kv_redis.settings:RedisKeys"),
+            key_store=imported("tiered_kv_redis.simulation:RedisKeys"),
             metrics=METRICS,
         )
     ]

@@ -16,7 +16,6 @@ from tiered_kv.config.secrets import STRAY_CHARACTER, stray_character
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
 from tiered_kv.system.limits import Take
 from tiered_kv.toolkit.codecs import CodecSettings
-from tiered_kv.toolkit.keys_only import KeyStore
 
 _HOST_CHARACTERS = r"[^\s:/@\[\]]+"
 _ADDRESS = re.compile(rf"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>{_HOST_CHARACTERS})):(?P<port>\d{{1,5}})")
@@ -183,15 +182,3 @@ def _without_userinfo(url: str) -> str:
     scheme, _, rest = url.partition("://")
     authority, slash, path = rest.partition("/")
     return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
-
-
-class RedisKeys(KeyStore):
-    """The keys of a simulated server, for `tiered-kv simulate`. It evicts as the policy `allkeys-lru` does."""
-
-    load_steps = 4
-
-    @staticmethod
-    def room_bytes(record_bytes: int) -> int:
-        """Return what Redis's allocator, jemalloc, takes: it has four sizes between two powers of two."""
-        step = 1 << max(4, (record_bytes - 1).bit_length() - 3)
-        return -(-record_bytes // step) * step

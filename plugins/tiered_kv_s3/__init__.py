@@ -50,7 +50,7 @@ def tiered_kv_register_tiers() -> Iterable[TierType]:
             "Objects in a bucket of S3 or of a server like it.",
             imported("tiered_kv_s3.administration:S3Administration", library="boto3", extra="s3"),
             is_shared=True,
-            key_store=imported("tiered_kv_s3.sweeper:S3Keys"),
+            key_store=imported("tiered_kv_s3.simulation:S3Keys"),
             metrics=METRICS,
         )
     ]

@@ -23,10 +23,9 @@ from collections.abc import Iterator, Sequence
 from tiered_kv.errors import ResourceError, TierError
 from tiered_kv.metrics.counters import Counters
 from tiered_kv.system.threads import BackgroundTask, start_thread
-from tiered_kv.toolkit.keys_only import KeyStore
 from tiered_kv_s3.control import DELETED_AT_ONCE, NO_OBJECT, Control, Listed
 from tiered_kv_s3.epoch import Naming
-from tiered_kv_s3.presence import ASKED_AT_ONCE, Presence
+from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.sweep_right import SweepRight, Swept
 from tiered_kv_s3.uses import BlockUses
@@ -279,17 +278,3 @@ class Sweeper:
             refusals.update(found.values())
             refused = 0 if gone else refused + 1
         return all_gone, refusals
-
-
-class S3Keys(KeyStore):
-    """A bucket without bytes, for `tiered-kv simulate`.
-
-    A sweep deletes the oldest objects. A used object is renewed before it is that old.
-    """
-
-    renews = True
-    load_steps = 4
-
-    def note_lookup(self, count: int) -> None:
-        rounds = math.ceil(math.log(count + 1, ASKED_AT_ONCE + 1)) if count else 0
-        self.lookup_requests += min(count, rounds * ASKED_AT_ONCE)

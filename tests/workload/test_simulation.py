@@ -37,13 +37,13 @@ from tiered_kv.workload.simulation import (
     times_a_month,
     with_tier,
 )
-from tiered_kv_fs.sweeper import FsKeys
+from tiered_kv_fs.simulation import FsKeys
 from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.simulation import NvmeKeys
-from tiered_kv_redis.settings import RedisKeys
+from tiered_kv_redis.simulation import RedisKeys
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.sweeper import S3Keys
+from tiered_kv_s3.simulation import S3Keys
 
 KIB = 1 << 10
 BLOCK_BYTES = 4 * KIB
