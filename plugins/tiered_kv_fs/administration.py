@@ -1,7 +1,7 @@
 """Administration of a shared directory without a stack, while other processes may use it.
 
-The commands that look into a storage call it, through `ListedStorage` (`tiered_kv/toolkit/listed.py`), each on one
-thread.
+The commands that look into a storage call it, each on one thread, through `ListingAdministration` of
+`tiered_kv/toolkit/listing_administration.py`.
 
 A purge holds the sweep lock. It removes the namespace's holders from the ledger, and deletes the namespace's files.
 The file with the readable form of the namespace goes last, so an interrupted purge leaves it. At the end the empty
@@ -24,7 +24,7 @@ from tiered_kv.reasons import RecordStatus
 from tiered_kv.system.file_systems import is_of_place
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, FOREIGN_NAMED_MAX, Purged, RecordCheck, Verification
 from tiered_kv.toolkit.claimed import walk
-from tiered_kv.toolkit.listed import Entry, ListedStorage
+from tiered_kv.toolkit.listing_administration import Entry, ListingAdministration
 from tiered_kv.toolkit.small_files import fields_of, opened, read_all, read_file, words_of
 from tiered_kv_fs.allocation import occupied_bytes
 from tiered_kv_fs.directory import claimed, reason_of, unlink_same
@@ -44,7 +44,7 @@ from tiered_kv_fs.names import (
 from tiered_kv_fs.settings import FsSettings
 
 
-class FsAdministration(ListedStorage):
+class FsAdministration(ListingAdministration):
     """The directory of an fs tier, which other processes may be using."""
 
     def __init__(self, settings: FsSettings) -> None:

@@ -34,10 +34,10 @@ from tiered_kv.toolkit.administration import (
     Verification,
     matching_description,
 )
+from tiered_kv.toolkit.census import Census
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, ClaimedDirectory, Identity, walk
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
-from tiered_kv.toolkit.listed import Census
 from tiered_kv.toolkit.small_files import names_in, opened, read_file
 from tiered_kv_nvme.directory import (
     LOCK_NAME,

@@ -22,7 +22,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, Verification
-from tiered_kv.toolkit.listed import Entry, ListedStorage
+from tiered_kv.toolkit.listing_administration import Entry, ListingAdministration
 from tiered_kv.toolkit.record import HEADER_BYTES, decode_record, record_bytes_max
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv.toolkit.small_files import fields_of
@@ -45,7 +45,7 @@ _RIGHTS: Final = (
 )
 
 
-class RedisAdministration(ListedStorage):
+class RedisAdministration(ListingAdministration):
     """The servers of a redis tier. Raises `ConfigError`: a file of certificates or keys cannot be used."""
 
     def __init__(self, settings: RedisSettings) -> None:

@@ -1,7 +1,7 @@
 """Administration of the bucket without a stack: survey and verify namespaces, and purge one with all its versions.
 
-The commands call it on one thread, through `ListedStorage`; some threads of its own read blocks. Objects with names
-outside of the tier's layout (`epoch.py`) are foreign: they stay, and are reported.
+The commands call it on one thread, through `ListingAdministration`; some threads of its own read blocks. Objects with
+names outside of the tier's layout (`epoch.py`) are foreign: they stay, and are reported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, DIGEST_HEX, Purged, RecordCheck, Verification
-from tiered_kv.toolkit.listed import Entry, ListedStorage
+from tiered_kv.toolkit.listing_administration import Entry, ListingAdministration
 from tiered_kv.toolkit.record import DIGEST_BYTES
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_s3.access import BucketAccess
@@ -28,7 +28,7 @@ from tiered_kv_s3.verdict import ABSENCE, BucketError, Verdict
 _PARALLEL_READS: Final = 8
 
 
-class S3Administration(ListedStorage):
+class S3Administration(ListingAdministration):
     """The bucket of an s3 tier.
 
     Raises `ConfigError`: boto3 refuses the settings, or the file of authorities cannot be read.

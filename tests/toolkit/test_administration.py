@@ -12,9 +12,9 @@ from tiered_kv.errors import FormatError, TierUnavailableError
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.administration import NAMESPACES_MAX, Ages, RecordCheck, Verification, block_bytes_in
+from tiered_kv.toolkit.census import Census
 from tiered_kv.toolkit.claimed import ClaimedDirectory, absolute
 from tiered_kv.toolkit.codecs import PLAIN
-from tiered_kv.toolkit.listed import Census
 from tiered_kv.toolkit.record import digest_of, encode_record
 
 DIGEST = bytes(range(16))

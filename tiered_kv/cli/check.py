@@ -41,7 +41,7 @@ from tiered_kv.stack.open import needs_of, open_publisher, open_region, open_ser
 from tiered_kv.system.limits import Need, refuse, shared_memory_need
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.codecs import CodecSettings
-from tiered_kv.toolkit.listed import ListedStorage
+from tiered_kv.toolkit.listing_administration import ListingAdministration
 from tiered_kv.workload.bench import BenchSettings, bench_tier
 
 _PROBE_S = 30.0
@@ -307,7 +307,7 @@ def _store_elsewhere(
 
 def _lists_entries(settings: TierSettings) -> bool:
     load = tier_type_of(settings).administration
-    return load is not None and issubclass(load(), ListedStorage)
+    return load is not None and issubclass(load(), ListingAdministration)
 
 
 def _store_one(tier: SecondaryTierManager, settings: TierSettings, region: PrimaryRegion) -> str:

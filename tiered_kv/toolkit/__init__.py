@@ -5,25 +5,26 @@ takes results, and workers (threads, or an event loop) call the author's methods
 side never waits, and a job is reported once. Names are imported when they are first used. So a plugin that only
 announces its tier loads nothing else, and only users of `AsyncTier` load asyncio.
 
-blocking        the base of tiers with blocking calls
-aio             the base of tiers with coroutines
-queued          the scheduler's side, which both share
-jobs            the queue of jobs and their parts
-concurrency     how many parts of stores run at once
-event_log       blocks that a tier has stored or removed
-record          the block record, and how it is verified
-codecs          compression and encryption of blocks
-encryption      the envelope of an encrypted block
-zstd            the codec `zstd`
-epoch           separates blocks from before a reset from later ones
-claimed         a directory that belongs to one type of tier
-small_files     files that are replaced in one step
-touches         uses of blocks, noted in a storage in the background
-resolver        connections to servers, with deadlines
-failure_texts   the last failures, in sentences for the log
-administration  survey, verify and purge of a storage without a stack
-listed          survey, verify and purge of a storage that lists its entries
-keys_only       tiers without bytes, for `tiered-kv simulate`
+blocking                the base of tiers with blocking calls
+aio                     the base of tiers with coroutines
+queued                  the scheduler's side, which both share
+jobs                    the queue of jobs and their parts
+concurrency             how many parts of stores run at once
+event_log               blocks that a tier has stored or removed
+record                  the block record, and how it is verified
+codecs                  compression and encryption of blocks
+encryption              the envelope of an encrypted block
+zstd                    the codec `zstd`
+epoch                   separates blocks from before a reset from later ones
+claimed                 a directory that belongs to one type of tier
+small_files             files that are replaced in one step
+touches                 uses of blocks, noted in a storage in the background
+resolver                connections to servers, with deadlines
+failure_texts           the last failures, in sentences for the log
+administration          survey, verify and purge of a storage without a stack
+listing_administration  the same, for a storage that lists its entries
+census                  counts of a storage's entries, by namespace
+keys_only               tiers without bytes, for `tiered-kv simulate`
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 
 The commands of `tiered_kv.cli` that look into a storage call it, each on one thread, while other processes may use the
 storage. A reset of the cache only makes blocks unreachable. A purge deletes their bytes, and checks whether any are
-left. Every call ends by its deadline. `tiered_kv.toolkit.listed` does all three for a storage that can list and delete
-its entries.
+left. Every call ends by its deadline. `tiered_kv.toolkit.listing_administration` has the loops of survey, check and
+purge for a storage that can list and delete its entries.
 """
 
 from __future__ import annotations

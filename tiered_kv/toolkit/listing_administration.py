@@ -1,8 +1,8 @@
 """Administration of a storage that lists its entries and deletes them one by one, while other processes use it.
 
-A tier's administration subclasses `ListedStorage`, and the commands call that on one thread. `ListedStorage` has the
-loops: a survey lists once; a purge lists and deletes until a listing finds nothing; a check lists and reads blocks. A
-subclass lists, deletes, reads and describes. A `Census` counts the entries in bounded memory. No foreign entry is
+A tier's administration subclasses `ListingAdministration`, and the commands call the subclass on one thread.
+`ListingAdministration` has the loops: a survey lists once; a purge lists and deletes until a listing finds nothing; a
+check lists and reads blocks. A subclass lists, deletes, reads and describes. What must stay true: no foreign entry is
 deleted.
 """
 
@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import (
     FOREIGN_NAMED_MAX,
     NAMESPACES_MAX,
-    Ages,
     Purged,
     StoredNamespace,
     Survey,
-    SurveyedForeign,
-    SurveyedSegments,
     TierAdministration,
     Verification,
     matching_description,
 )
+from tiered_kv.toolkit.census import Census
 from tiered_kv.toolkit.epoch import Epoch, EpochMark, EpochStore
 
 _SURVEYS_MAX: Final = 20  # listings of one purge, at most: a stack may go on storing
@@ -56,7 +52,7 @@ class RemovableMark(EpochStore, Protocol):
         """Delete the mark, if there is one."""
 
 
-class ListedStorage(TierAdministration):
+class ListingAdministration(TierAdministration):
     """Administers a storage that can list its entries and delete them, while other processes use it."""
 
     @abstractmethod
@@ -188,84 +184,3 @@ class ListedStorage(TierAdministration):
                     if refused and len(verification.notes) < FOREIGN_NAMED_MAX:
                         verification.notes.append(f"{each.name} cannot be deleted: {refused[0]}")
                 self.check_time(deadline, operation)
-
-
-def _with(ages: Ages | None, age_s: float | None) -> Ages | None:
-    if age_s is None:
-        return ages
-    age_s = max(0.0, age_s)  # the writer's clock may be ahead
-    if ages is None:
-        return Ages(age_s, age_s)
-    is_new = not ages.newest_s <= age_s <= ages.oldest_s
-    return Ages(max(ages.oldest_s, age_s), min(ages.newest_s, age_s)) if is_new else ages
-
-
-@dataclass(eq=False, slots=True)
-class _Tally:
-    """What one namespace has; None means unknown."""
-
-    blocks: int = 0
-    size_bytes: int | None = 0
-    written: Ages | None = None
-    used: Ages | None = None
-
-
-class Census:
-    """Counts the entries of a storage, in bounded memory."""
-
-    def __init__(self) -> None:
-        self._tallies: defaultdict[str, _Tally] = defaultdict(_Tally)
-        self._foreign_entries = self._foreign_bytes = 0
-        self._foreign_names: list[str] = []
-
-    def add(
-        self,
-        digest: str,
-        size_bytes: int | None,
-        blocks: int = 1,
-        *,
-        written_s: float | None = None,
-        used_s: float | None = None,
-    ) -> None:
-        """Count an entry with some blocks of a namespace. One unknown size makes the namespace's size unknown."""
-        if digest not in self._tallies and len(self._tallies) >= NAMESPACES_MAX:
-            self.add_foreign(digest, size_bytes or 0)
-            return
-        tally = self._tallies[digest]
-        tally.blocks += blocks
-        tally.size_bytes = None if tally.size_bytes is None or size_bytes is None else tally.size_bytes + size_bytes
-        if blocks:
-            tally.written, tally.used = _with(tally.written, written_s), _with(tally.used, used_s)
-
-    def add_foreign(self, name: str, size_bytes: int) -> None:
-        self._foreign_entries += 1
-        self._foreign_bytes += size_bytes
-        if len(self._foreign_names) < FOREIGN_NAMED_MAX:
-            self._foreign_names.append(name[:256])
-
-    def of(self, digest: str) -> tuple[int, int | None]:
-        tally = self._tallies[digest]
-        return tally.blocks, tally.size_bytes
-
-    def left(self) -> list[str]:
-        """Return lines about the foreign entries that a purge leaves."""
-        left = [f"{name}, which is not this tier's" for name in self._foreign_names]
-        if more := self._foreign_entries - len(left):
-            left.append(f"{more} more such entries")
-        return left
-
-    def survey(self, describe: Callable[[str], object], segments: SurveyedSegments | None = None) -> Survey:
-        """Return the result. `describe` returns the stored readable form of a namespace."""
-        namespaces = tuple(
-            StoredNamespace(
-                digest,
-                matching_description(describe(digest), digest),
-                each.blocks,
-                each.size_bytes,
-                each.written,
-                each.used,
-            )
-            for digest, each in sorted(self._tallies.items())
-        )
-        foreign = SurveyedForeign(self._foreign_entries, self._foreign_bytes, tuple(self._foreign_names))
-        return Survey(namespaces, segments, foreign)
