@@ -14,8 +14,8 @@ tiers, at most its timeout. `save` copies the new blocks and returns; one thread
 stack.
 
 What must stay true. A block is restored only for a prompt that begins with the same tokens: its key is a hash of all
-tokens up to its end (`layout.block_keys`). A model whose keys and values depend on later tokens, or whose cache has
-another layout, is refused (`causality`, `layout`). The weights are part of the namespace (`identity`). Blocks from
+tokens up to its end (`block_keys.block_keys`). A model whose keys and values depend on later tokens, or whose cache has
+another layout, is refused (`causality`, `refusals`). The weights are part of the namespace (`identity`). Blocks from
 before a reset are neither saved nor restored. Copies that wait for the stack take at most `pending_bytes_max` bytes.
 
 A row of the primary tier has the keys and values of some tokens, of every layer; `layout.CacheLayout` copies between
@@ -24,8 +24,9 @@ rows and a cache's tensors. The stack (`tiered_kv/stack/open.py`) keeps everythi
 
 from __future__ import annotations
 
+from tiered_kv_transformers.block_keys import block_keys
 from tiered_kv_transformers.identity import Weights
-from tiered_kv_transformers.layout import CacheLayout, block_keys
+from tiered_kv_transformers.layout import CacheLayout
 from tiered_kv_transformers.prefix_cache import PrefixCache, PrefixCacheStats, Restored
 
 __all__ = ["CacheLayout", "PrefixCache", "PrefixCacheStats", "Restored", "Weights", "block_keys"]

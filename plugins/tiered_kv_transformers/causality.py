@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from tiered_kv_transformers.layout import CacheLayout, States, refusal, states_of, token_count
+from tiered_kv_transformers.layout import CacheLayout, States, token_count
+from tiered_kv_transformers.refusals import refusal, states_of
 
 if TYPE_CHECKING:
     import torch

@@ -1,8 +1,7 @@
-"""The layout of a block in a row of the primary tier, and which models and caches have it; all others are refused.
+"""The layout of a block in a row of the primary tier, and the copies between rows and a cache's tensors.
 
-A block has the keys and values of some tokens, of every layer. It is restored for any prompt that begins with its
-tokens. This must stay true: a token's keys and values depend only on the tokens up to it, and the cache keeps them
-all, unchanged. `PrefixCache` calls this module, on the program's threads.
+A block has the keys and values of some tokens, of every layer. `PrefixCache` calls `CacheLayout`, on the program's
+threads. What must stay true: a copy to a row and back restores every byte.
 
 A row is an array of shape (layers, 2, kv_heads, block_tokens, head_dim) in C order, of the cache's data type: for each
 layer its keys, then its values. Tokens and head_dim come last, as in the tensors of Transformers, so that a copy moves
@@ -11,15 +10,13 @@ runs of `block_tokens * head_dim` elements.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tiered_kv.engines.facts import rope_types
 from tiered_kv.stack.buffers import Blocks
 
 if TYPE_CHECKING:
@@ -107,196 +104,6 @@ class CacheLayout:
         return tensor[0, :, begin:end].view(shape).transpose(0, 1)
 
 
-ALGORITHM = "blake2b-256-int64le-v1"
-"""The name of the algorithm of `block_keys`, for the namespace. Another algorithm gets another name."""
-
-_DIGEST_BYTES = 32
-_PERSON = b"tiered-kv-tok-v1"
-_ID_BYTES = 8
-
-
-def block_keys(token_ids: np.ndarray[Any, np.dtype[Any]], block_tokens: int, seed: str = "") -> list[bytes]:
-    """Return the keys of a prompt's full blocks; tokens of a partial last block have none.
-
-    They are a chain of hashes over the ids, which `transformers.md` defines. The hash is cryptographic, with 32 bytes,
-    because users are not trusted: two prompts with one hash would be answered from each other's keys and values.
-
-    Args:
-        token_ids: Integers, of shape (tokens,).
-        seed: The namespace's `hash_seed`.
-    """
-    data = np.ascontiguousarray(token_ids, dtype="<i8").tobytes()
-    block_bytes = block_tokens * _ID_BYTES
-    digest = hashlib.blake2b(seed.encode(), digest_size=_DIGEST_BYTES, person=_PERSON).digest()
-    keys = []
-    for start in range(0, len(data) - block_bytes + 1, block_bytes):
-        state = hashlib.blake2b(digest, digest_size=_DIGEST_BYTES, person=_PERSON)
-        state.update(data[start : start + block_bytes])
-        digest = state.digest()
-        keys.append(digest)
-    return keys
-
-
-_DTYPES = ("bfloat16", "float16", "float32")
-
-_FIXED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
-"""Rotary embeddings whose angles depend on a token's position alone. The angles of "dynamic" and "longrope" change with
-the length of the whole prompt, and so do the keys of its first tokens."""
-
-
-def layout_of(model: Any, block_tokens: int) -> CacheLayout:  # Any: a PreTrainedModel
-    """Return the layout of a model's blocks, from its configuration, or raise TypeError or ValueError."""
-    from transformers import PreTrainedModel
-
-    if getattr(model, "peft_config", None):
-        raise refusal(model, "its adapter can be switched without a trace in its weights; merge it (merge_and_unload)")
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise TypeError(f"expected a causal language model of Transformers, found {type(model).__name__}")
-    try:
-        reason = next(_refusals(model), "")
-        if not reason:
-            kv_heads, head_dim = _head_shape(model.config) or (0, 0)
-            return CacheLayout(model.config.num_hidden_layers, kv_heads, head_dim, block_tokens, model.dtype)
-    except Exception as error:  # of a configuration, for attributes that differ by layer or are missing
-        raise refusal(model, "its configuration cannot be read", error) from error
-    raise refusal(model, reason)
-
-
-def refusal(model: Any, reason: str, error: Exception | None = None) -> ValueError:
-    """Return the error that says why a model is not served, with the first line of another error."""
-    if error is not None:
-        first = next(iter(str(error).strip().splitlines()), "")
-        reason += f" ({type(error).__name__}: {first})" if first else f" ({type(error).__name__})"
-    return ValueError(f"a prefix cache cannot serve this {type(model).__name__}: {reason}")
-
-
-def states_of(cache: Any, layout: CacheLayout) -> States:  # Any: the caller's argument
-    """Return the tensors of a cache as they are at this moment, or raise TypeError or ValueError.
-
-    A `DynamicCache` replaces its tensors when it grows, and changes none. So the returned tensors do not change while
-    a model goes on, in this thread or another.
-    """
-    _check_kind(cache)
-    pairs = [(layer.keys, layer.values) for layer in cache.layers]
-    if all(keys is None or keys.numel() == 0 for keys, _ in pairs):
-        return []
-    if len(pairs) != layout.layers or any(keys is None for keys, _ in pairs):
-        raise ValueError(
-            f"the cache has keys of {len(pairs)} layers or fewer, and the model has {layout.layers} layers"
-        )
-    for pair in pairs:
-        for tensor in pair:
-            _check_states(tensor, layout)
-    if not pairs[0][0][:, :, : layout.block_tokens].any():
-        raise ValueError(
-            "the first tokens of the cache have zeroes for keys: it was reset (Transformers 4 keeps its length), "
-            "or they are padding; give each prompt a new cache"
-        )
-    return pairs
-
-
 def token_count(states: States) -> int:
     """Return how many tokens all layers have; while a model runs, its first layers have more than its last."""
     return min((tensor.shape[2] for pair in states for tensor in pair), default=0)
-
-
-def _refusals(model: Any) -> Iterator[str]:
-    import torch
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    config = model.config
-    if config.is_encoder_decoder:
-        yield "it is an encoder and a decoder, and a decoder's keys depend on what was encoded"
-    if config.get_text_config(decoder=True) is not config:
-        yield "it takes more than text, and token ids do not identify an image or a sound"
-    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
-        yield "its attention is not causal, so a token's keys depend on the tokens after it"
-    if model.training:
-        yield "it is in training mode; call model.eval()"
-    if not _generates_with_cache(model):
-        yield (
-            "`generate` would compute the whole prompt behind a restored cache, since it uses none: set "
-            "model.generation_config.use_cache = True"
-        )
-    if len({each.device for each in model.parameters()} - {torch.device("meta")}) > 1:  # "meta": moved when it is used
-        yield "it is spread over several devices, and a cache is restored on one"
-    unknown = rope_types(config.to_dict()) - _FIXED_ROPE_TYPES
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        yield f"with rotary embeddings of type {names} a token's keys may depend on the prompt's length"
-    if any(getattr(layer, "kv_lora_rank", None) is not None for layer in _layer_configs(config)):
-        yield "its keys and values are latent and differ in shape (multi-head latent attention)"
-    layers = DynamicCache(config=config).layers
-    kinds = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
-    if kinds:
-        names = ", ".join(kinds)
-        yield f"not all of its layers keep every token ({names}): sliding windows, recurrent or shared states"
-    elif not _has_default_cache(model):
-        yield "it keeps a cache of another kind: recurrent states, most likely"
-    elif _head_shape(config) is None:
-        yield "its configuration does not give one number and size of key and value heads for all layers"
-    elif str(model.dtype).removeprefix("torch.") not in _DTYPES:
-        yield f"keys and values must be of one of {', '.join(_DTYPES)}; this model's are {model.dtype}"
-
-
-def _generates_with_cache(model: Any) -> bool:
-    of_generation = getattr(getattr(model, "generation_config", None), "use_cache", None)
-    return bool(getattr(model.config, "use_cache", True) if of_generation is None else of_generation)
-
-
-def _has_default_cache(model: Any) -> bool:
-    # `generate` calls this before it makes a DynamicCache; in Transformers 4 nothing else shows recurrent models.
-    ask = getattr(model, "_supports_default_dynamic_cache", None)
-    return ask is None or bool(ask())
-
-
-def _head_shape(config: Any) -> tuple[int, int] | None:
-    """Return the number and size of a layer's key and value heads; None if layers differ."""
-    shapes = []
-    for layer in _layer_configs(config):
-        heads = getattr(layer, "num_attention_heads", None)
-        kv_heads = getattr(layer, "num_key_value_heads", None) or (1 if _is_multi_query(layer) else heads)
-        head_dim = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if isinstance(heads, int) else None)
-        shapes.append((kv_heads, head_dim))
-    kv_heads, head_dim = shapes[0]
-    if any(shape != shapes[0] for shape in shapes) or not (isinstance(kv_heads, int) and isinstance(head_dim, int)):
-        return None
-    return kv_heads, head_dim
-
-
-def _layer_configs(config: Any) -> Sequence[Any]:
-    """Return a configuration for each layer, if attributes differ by layer; else the model's configuration."""
-    return getattr(config, "per_layer_config", None) or [config]
-
-
-def _is_multi_query(config: Any) -> bool:
-    # For Falcon; its new architecture repeats the keys of its groups for every head before it caches them.
-    return bool(getattr(config, "multi_query", False)) and not getattr(config, "new_decoder_architecture", False)
-
-
-def _check_kind(cache: Any) -> None:
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    if type(cache) is not DynamicCache:
-        raise TypeError(
-            f"a {type(cache).__name__} cannot be saved: only a DynamicCache keeps keys and values as they were computed"
-        )
-    if getattr(cache, "offloading", False):
-        raise TypeError("a DynamicCache that moves its layers to the CPU cannot be saved: they may be on their way")
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is not DynamicLayer:
-            raise TypeError(f"layer {number} of the cache is a {type(layer).__name__}, which does not keep every token")
-
-
-def _check_states(tensor: torch.Tensor, layout: CacheLayout) -> None:
-    if tensor.dim() != 4 or tensor.shape[0] != 1:
-        raise ValueError(f"one sequence can be saved at a time; the cache's tensors are of shape {tuple(tensor.shape)}")
-    found = (tensor.shape[1], tensor.shape[3], tensor.dtype)
-    wanted = (layout.kv_heads, layout.head_dim, layout.dtype)
-    if found != wanted:
-        raise ValueError(
-            "the cache is not of this model: expected {} heads of {} elements of {}, ".format(*wanted)
-            + "found {} heads of {} elements of {}".format(*found)
-        )

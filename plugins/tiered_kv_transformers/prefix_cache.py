@@ -22,16 +22,11 @@ from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.stack.buffers import Blocks
 from tiered_kv.stack.open import Stack, open_stack
+from tiered_kv_transformers.block_keys import block_keys
 from tiered_kv_transformers.causality import check_causal
 from tiered_kv_transformers.identity import Weights, namespace_fields
-from tiered_kv_transformers.layout import (
-    CacheLayout,
-    States,
-    block_keys,
-    layout_of,
-    states_of,
-    token_count,
-)
+from tiered_kv_transformers.layout import CacheLayout, States, token_count
+from tiered_kv_transformers.refusals import layout_of, states_of
 from tiered_kv_transformers.saver import Saver
 
 if TYPE_CHECKING:

@@ -20,13 +20,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
 torch = pytest.importorskip("torch", reason="the extra 'transformers'")
 transformers = pytest.importorskip("transformers", reason="the extra 'transformers'")
 
-from tiered_kv_transformers.layout import (  # noqa: E402
-    CacheLayout,
-    layout_of,
-    states_of,
-    token_count,
-)
+from tiered_kv_transformers.layout import CacheLayout, token_count  # noqa: E402
 from tiered_kv_transformers.prefix_cache import PrefixCache  # noqa: E402
+from tiered_kv_transformers.refusals import layout_of, states_of  # noqa: E402
 from tiered_kv_transformers.saver import Saver  # noqa: E402
 
 pytestmark = pytest.mark.slow
