@@ -31,7 +31,6 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError, TierError
-from tiered_kv.tiering.factory import where_of
 from tiered_kv.toolkit.administration import DIGEST_HEX, StoredNamespace, TierAdministration, block_bytes_in
 
 OWN_MODEL: Final = "tiered-kv check"
@@ -260,7 +259,8 @@ def _fitting(
     with progress("looking for the namespace", None):
         for settings in config.secondary:
             # The verb itself reports a storage that cannot be reached.
-            limit_s = min(find_s, _FIND_IN_DIRECTORY_S) if where_of(settings) else find_s
+            has_directory = settings.storage_facts().directory is not None
+            limit_s = min(find_s, _FIND_IN_DIRECTORY_S) if has_directory else find_s
             end_s = time.monotonic() + limit_s
             names, error = administer(settings, methodcaller("namespaces", end_s), TimeLimit(limit_s))
             if error:

@@ -17,7 +17,6 @@ from typing import Final, TypeVar
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.system.threads import start_thread
-from tiered_kv.tiering.factory import where_of
 
 T = TypeVar("T")
 
@@ -45,16 +44,15 @@ class TimeLimit:
             TierUnavailableError: It has not ended in time; the message has the tier's directory.
             ResourceError: The system gives no thread.
         """
-        directory = where_of(settings)
-        grace_s = _GRACE_S if directory else _SERVER_GRACE_S
+        from_directory = settings.storage_facts().from_directory
+        grace_s = _GRACE_S if from_directory else _SERVER_GRACE_S
         future: Future[T] = Future()
         ended = threading.Event()
         start_thread(partial(_run, future, work, ended), f"tiered-kv-{settings.name}-command")
         while not ended.wait(_POLL_S):  # so that Ctrl-C is noticed
             if time.monotonic() >= self._end_s + grace_s:
-                message = (
-                    f"no answer in {self._limit_s:g} s{directory and f'{directory}; a mount or a device may hang'}"
-                )
+                advice = "; a mount or a device may hang" if from_directory else ""
+                message = f"no answer in {self._limit_s:g} s{from_directory}{advice}"
                 raise TierUnavailableError(message, tier=settings.name)
         try:
             return future.result()

@@ -121,6 +121,11 @@ class StorageFacts:
     capacity_bytes: int | None = None
     ttl_s: float | None = None
 
+    @property
+    def from_directory(self) -> str:
+        """The words " from DIRECTORY" for a message about the storage; no word for a storage without a directory."""
+        return "" if self.directory is None else f" from {self.directory}"
+
 
 class TierSettings(StrictModel):
     """The settings that every secondary tier has. A tier's author adds fields in a subclass."""

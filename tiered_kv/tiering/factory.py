@@ -108,17 +108,11 @@ def _within_its_time(
         return call_within(settings.open_timeout, open_it, f"tiered-kv-{settings.name}-open", undo=_shut_down)
     except TimeoutError as error:
         raise TierUnavailableError(
-            f"{error}{where_of(settings)}; a mount or a device may hang. Mount it again, raise open_timeout, or write "
-            "'required: false' to begin without this tier",
+            f"{error}{settings.storage_facts().from_directory}; a mount or a device may hang. Mount it again, raise "
+            "open_timeout, or write 'required: false' to begin without this tier",
             tier=settings.name,
             operation="open",
         ) from None
-
-
-def where_of(settings: TierSettings) -> str:
-    """Return the directory in a tier's settings, for messages; an empty string if it has none."""
-    directory = settings.storage_facts().directory
-    return "" if directory is None else f" from {directory}"
 
 
 def _shut_down(tier: SecondaryTierManager) -> None:
