@@ -20,10 +20,10 @@ from tiered_kv.errors import TieredKVError
 from tiered_kv.hints import HINTS_KEY
 from tiered_kv.server import protocol, server
 from tiered_kv.server.channel import Channel
-from tiered_kv.server.host import Host
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.process import Process, open_pidfd
 from tiered_kv.server.protocol import Hello
+from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.testing.control import wait_until
 
 KEYS = keys_of(12)
@@ -225,11 +225,11 @@ def test_clients_that_wait_for_a_stack_are_bounded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("tiered_kv.server.namespaces.WAITING_MAX", 2)
     namespaces = Namespaces({"primary": {"capacity": "1MiB"}})
     calls: list[Callable[[], None]] = []
-    answers: list[Host | TieredKVError] = []
+    answers: list[ServedStack | TieredKVError] = []
     for _ in range(3):
         namespaces.open({"namespace": {"model": "m"}, "block": {"bytes": 4096}}, calls.append, answers.append)
     assert [str(each) for each in answers] == ["2 clients wait until the stack is open: try again"]
     wait_until(lambda: bool(calls))
     calls[0]()
-    assert all(isinstance(each, Host) for each in answers[1:])
+    assert all(isinstance(each, ServedStack) for each in answers[1:])
     namespaces.close()

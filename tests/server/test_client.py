@@ -14,7 +14,7 @@ from tests.support.event_subscriber import Subscriber
 from tests.support.host_server import keys_of, serving, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError, ResourceError
-from tiered_kv.server.host import Host
+from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.stack.exporters.metrics import series_of
 from tiered_kv.testing.control import wait_until
 
@@ -91,7 +91,7 @@ def test_a_fast_engine_computes_what_a_slow_one_loads(tmp_path: Path, asks_first
             if not served.count(lambda host: sum(key in host.manager.primary.blocks for key in KEYS[:16])):
                 break
 
-        def learn(host: Host) -> int:
+        def learn(host: ServedStack) -> int:
             for blocks in (8, 16):  # a load takes a second a block
                 host.manager._tiers[0].pace.add(blocks, float(blocks), time.monotonic())
             return 0
@@ -332,7 +332,7 @@ def test_engines_of_two_models_share_one_server(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--namespaces"):
             served.engine(settings=settings[2])
         second.close()
-        wait_until(lambda: not served.namespaces.hosts[1].sessions)
+        wait_until(lambda: not served.namespaces.stacks[1].sessions)
         third = served.engine(settings=settings[2])
         assert third.store(KEYS[:16]) == KEYS[:16]
 

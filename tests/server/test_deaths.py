@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.support.host_server import Engine, Served, keys_of, raw_client, server_process, serving, stack_of
 from tiered_kv.server import protocol
-from tiered_kv.server.host import Host
+from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.testing.control import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -174,7 +174,7 @@ def test_a_forked_child_changes_nothing_for_its_parent(tmp_path: Path) -> None:
         engine.close()
 
 
-def rows_with_two_uses(host: Host) -> int:
+def rows_with_two_uses(host: ServedStack) -> int:
     uses = [row for session in host.sessions.values() for row in session.granted]
     uses += [block.block_id for block in host.manager.primary.blocks.values()]
     return len(uses) - len(set(uses)) + max(0, len(uses) + host.manager.primary.backend.get_num_free_blocks() - ROWS)
@@ -252,7 +252,7 @@ def test_a_client_that_sends_garbage_harms_nobody(
             sock.send(protocol.HEADER.pack(code, flags, items, number, len(body) if size is None else size) + body)
         sock.send(last)
 
-    def end_the_others(_: Host) -> int:
+    def end_the_others(_: ServedStack) -> int:
         for process in list(served.server._processes):
             if process.session is None or process.session.name.startswith("garbage"):
                 os.eventfd_write(process.pidfd, 1)

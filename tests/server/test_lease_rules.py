@@ -268,7 +268,7 @@ class LeaseRules(RuleBasedStateMachine):
 
     @invariant()
     def each_row_has_one_use(self) -> None:
-        host = self.namespaces.hosts[0]
+        host = self.namespaces.stacks[0]
         granted = [row for session in host.sessions.values() for row in session.granted]
         stored = [block.block_id for block in host.manager.primary.blocks.values()]
         assert len(set(granted)) == len(granted), "a row was granted twice"
@@ -280,7 +280,7 @@ class LeaseRules(RuleBasedStateMachine):
             for engine in self.engines:
                 self.end(engine)
             self.passes(20)
-            host = self.namespaces.hosts[0]
+            host = self.namespaces.stacks[0]
             assert not host.sessions
             assert all(block.ref_cnt == 0 for block in host.manager.primary.blocks.values()), "a lease has no end"
             free = host.manager.primary.backend.get_num_free_blocks()

@@ -129,7 +129,7 @@ def test_blocks_so_small_that_the_server_s_numbers_take_more_memory_are_refused(
     with serving(tmp_path, {"primary": {"capacity": "64MiB"}}) as served:
         with pytest.raises(TieredKVError, match=r"block\.bytes: expected at least 128 bytes from a client, found 1"):
             served.engine(settings={"namespace": {"model": "test"}, "block": {"bytes": 1}})
-        assert not served.namespaces.hosts
+        assert not served.namespaces.stacks
 
 
 @pytest.mark.parametrize("odd", [math.nan, -1.0])

@@ -103,7 +103,7 @@ class Told:
 def test_an_engine_is_told_of_blocks_that_it_waits_for_after_others_have_come() -> None:
     namespaces = Namespaces(stack_of(64), 1)
     namespaces.open_own()
-    (host,) = namespaces.hosts
+    (host,) = namespaces.stacks
     primary, told = host.manager.primary, Told()
     session = Session("an engine", host)
     session.channel = told  # type: ignore[assignment]
@@ -408,7 +408,7 @@ def test_a_stack_that_cannot_be_opened_is_refused(tmp_path: Path, monkeypatch: p
         raise OSError("no more")
 
     with serving(tmp_path, template) as served:
-        monkeypatch.setattr("tiered_kv.server.host.Host.__init__", broken)
+        monkeypatch.setattr("tiered_kv.server.served_stack.ServedStack.__init__", broken)
         monkeypatch.setattr("tiered_kv.server.attach.OPEN_S", 5.0)
         with pytest.raises(TieredKVError, match="OSError"):
             served.engine(settings=settings)

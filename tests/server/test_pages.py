@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, keys_of, serving
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.server.host import Host
 from tiered_kv.server.namespaces import CLOSE_S, Namespaces
+from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.stack.exporters.server import StatusServer
 from tiered_kv.stack.exporters.status import explain_query, status
 from tiered_kv.testing.control import wait_until
@@ -48,13 +48,13 @@ def ask(pages: StatusServer, path: str) -> tuple[int, str]:
 
 def attach(namespaces: Namespaces, model: str) -> str:
     """Open a namespace as for an engine, and return its digest."""
-    opened: list[Host | TieredKVError] = []
+    opened: list[ServedStack | TieredKVError] = []
     calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the server's thread, which is this one
     settings = {"namespace": {"model": model}, "block": {"bytes": BLOCK_BYTES}}
     namespaces.open(settings, calls.put, opened.append)
     if not opened:
         calls.get(timeout=WAIT_S)()
-    assert isinstance(opened[0], Host)
+    assert isinstance(opened[0], ServedStack)
     return opened[0].config.identity.digest.hex()
 
 
@@ -118,7 +118,7 @@ def test_all_stacks_are_closed_though_one_fails(namespaces: Namespaces, monkeypa
     closed: list[float] = []
     for model in "ab":
         attach(namespaces, model)
-    for host in namespaces.hosts:
+    for host in namespaces.stacks:
 
         def close(timeout: float, close: Callable[[float], None] = host.close) -> None:
             closed.append(timeout)
@@ -129,12 +129,12 @@ def test_all_stacks_are_closed_though_one_fails(namespaces: Namespaces, monkeypa
     namespaces.close()
     assert len(closed) == 2
     assert closed[0] <= CLOSE_S / 2
-    assert not namespaces.hosts
+    assert not namespaces.stacks
 
 
 def test_the_rows_of_a_namespace_are_allocated_where_the_file_says_so(namespaces: Namespaces) -> None:
     attach(namespaces, "a")
-    (host,) = namespaces.hosts
+    (host,) = namespaces.stacks
     wait_until(lambda: os.fstat(host.region.fd).st_blocks * 512 == host.region.flat.nbytes)
 
 

@@ -99,7 +99,7 @@ def serve(folder: Path, board: Board, rows: int = ROWS, *, until_left: bool = Fa
     namespaces = Namespaces(stack_of(rows, secondary=[nvme]))
     namespaces.open_own()
     server = CacheServer(listen(folder / "s"), namespaces)
-    (host,) = namespaces.hosts
+    (host,) = namespaces.stacks
     primary, was_used = host.manager.primary, False
     while not (until_left and was_used and not host.sessions):
         was_used |= bool(host.sessions)

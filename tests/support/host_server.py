@@ -21,10 +21,10 @@ from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.server import host, idle, protocol
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.connect import ProgramManager
-from tiered_kv.server.host import Host
 from tiered_kv.server.memory import SealedRegion
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Hello
+from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.server.server import CacheServer, listen
 from tiered_kv.testing.control import wait_until
 
@@ -134,15 +134,15 @@ class Served:
     engines: list[Engine] = field(default_factory=list)
 
     @property
-    def host(self) -> Host:
-        return self.namespaces.hosts[0]
+    def host(self) -> ServedStack:
+        return self.namespaces.stacks[0]
 
     def engine(self, name: str = "", **more: Any) -> Engine:  # Any: of `Hello`
         engine = Engine(self.address, name or f"engine-{next(_numbers)}", **more)
         self.engines.append(engine)
         return engine
 
-    def count(self, what: Callable[[Host], int]) -> int:
+    def count(self, what: Callable[[ServedStack], int]) -> int:
         """Return a number that the server's thread reads."""
         answer: list[int] = []
         self.server.call_soon(lambda: answer.append(what(self.host)))

@@ -23,7 +23,7 @@ from tiered_kv.config.stack_config import load_config
 from tiered_kv.config.units import parse_bytes
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
-from tiered_kv.server.host import Host
+from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.stack.open import needs_of, open_stack
 from tiered_kv.system.limits import Limits, Need, Take, compare, require
 from tiered_kv.testing.rig import make_keys
@@ -198,7 +198,7 @@ def test_who_opens_a_stack_is_warned_of_tight_memory_as_check_warns(
     (checked, *_) = needs_of(config)
     assert file in checked.problem
     if kind == "server":
-        Host(config).close(0.0)
+        ServedStack(config).close(0.0)
     elif kind == "own":
         open_stack(config).close()
     else:

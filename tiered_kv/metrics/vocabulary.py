@@ -176,7 +176,7 @@ SERVER: Final = table(
     Metric("lacks_huge_pages", "1 if the rows have no huge pages."),
     Metric("ready_bytes", "Bytes of rows that are allocated, so that engines may use them."),
 )
-"""Metrics of a host's server, in its primary tier, by `Host.observed`."""
+"""Metrics of a host's server, in its primary tier, by `ServedStack.observed`."""
 
 MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT, **EVENTS, **ATTACHED, **SERVER}
 """The manager's counters, by name."""

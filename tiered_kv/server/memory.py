@@ -4,7 +4,7 @@ The server makes both files and hands their descriptors over its socket. Neither
 process that has mapped them. The kernel refuses to shrink or grow them (F_ADD_SEALS, fcntl(2)). Otherwise any process
 with the descriptor could kill all others: an access behind the end of a file is a SIGBUS.
 
-A `Host` makes the files on the thread that opens its stack. A client's `Attachment` maps them.
+A `ServedStack` makes the files on the thread that opens its stack. A client's `Attachment` maps them.
 
 Engines write to the rows. They only read the generations: the kernel refuses any new mapping that could write to them.
 """

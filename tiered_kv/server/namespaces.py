@@ -24,7 +24,7 @@ from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import validate
 from tiered_kv.direct.tiers import part_of
 from tiered_kv.errors import ConfigError, TieredKVError
-from tiered_kv.server.host import Host
+from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.system.threads import start_thread
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ _DIGEST_CHARACTERS: Final = 12
 
 _log = logging.getLogger(__name__)
 
-Opened = Callable[[Host | TieredKVError], None]
+Opened = Callable[[ServedStack | TieredKVError], None]
 CallSoon = Callable[[Callable[[], None]], None]
 """Makes a call on the server's thread."""
 
 
 class Namespaces:
-    """Opens stacks on threads of their own. The server's thread calls, and owns the hosts.
+    """Opens stacks on threads of their own. The server's thread calls, and owns the stacks.
 
     Args:
         source: The stack's file, or a mapping. If it has no `namespace` and `block`, engines give them.
@@ -88,15 +88,15 @@ class Namespaces:
         for number, tier in enumerate(tiers if isinstance(tiers, list) else ()):
             if isinstance(tier, Mapping) and _is_host_client(tier.get("type")):
                 raise ConfigError("a server has the host's cache: leave this tier out", location=f"secondary.{number}")
-        self._hosts: dict[bytes, Host] = {}
-        self._opening: dict[bytes, list[Opened]] = {}  # by the namespace's digest, as the hosts
+        self._stacks: dict[bytes, ServedStack] = {}
+        self._opening: dict[bytes, list[Opened]] = {}  # by the namespace's digest, as the stacks
         self.wake: Callable[[], None] = lambda: None
         self.socket_path: Path | None = None
 
     @property
-    def hosts(self) -> list[Host]:
+    def stacks(self) -> list[ServedStack]:
         """The open stacks. Any thread may read this."""
-        return list(self._hosts.values())
+        return list(self._stacks.values())
 
     @property
     def tiers(self) -> str:
@@ -107,12 +107,12 @@ class Namespaces:
     @property
     def descriptors(self) -> int:
         """Descriptors of the open stacks' tiers."""
-        return sum(host.descriptors for host in self.hosts)
+        return sum(stack.descriptors for stack in self.stacks)
 
     def open_own(self) -> None:
         """Open the stack of the file, if it has a namespace, before any engine needs it."""
         if self._own is not None:
-            self._hosts[self._own.identity.digest] = Host(self._own, lambda: self.wake(), self.socket_path)
+            self._stacks[self._own.identity.digest] = ServedStack(self._own, lambda: self.wake(), self.socket_path)
 
     def open_pages(self) -> StatusServer | None:
         """Return the server of metrics and status, which answers now; None without the setting. The caller closes it.
@@ -124,25 +124,25 @@ class Namespaces:
             return None
         from tiered_kv.stack.exporters.server import StatusServer, routes_of
 
-        routes = routes_of(lambda: {host.config.identity.digest.hex(): host.observed() for host in self.hosts})
+        routes = routes_of(lambda: {stack.config.identity.digest.hex(): stack.observed() for stack in self.stacks})
         pages = StatusServer(*self._metrics.address)
         pages.start(routes)
         return pages
 
     def open(self, settings: dict[str, Any] | None, call_soon: CallSoon, on_opened: Opened) -> None:  # Any: JSON
-        """Call `on_opened` on the server's thread, with the host of a namespace or with an error."""
+        """Call `on_opened` on the server's thread, with the stack of a namespace or with an error."""
         try:
             config = self._config_of(settings)
             digest = config.identity.digest
-            if digest in self._hosts:
-                on_opened(self._hosts[digest])
+            if digest in self._stacks:
+                on_opened(self._stacks[digest])
                 return
             if len(self._opening.get(digest, ())) >= WAITING_MAX:  # most have ended this connection, and made a new one
                 raise ConfigError(f"{WAITING_MAX} clients wait until the stack is open: try again")
             if digest not in self._opening:
                 idle = self._idle_to_replace()
-                start_thread(self._open, "tiered-kv-open", config, self._hosts.get(idle), call_soon)
-                self._hosts.pop(idle, None)
+                start_thread(self._open, "tiered-kv-open", config, self._stacks.get(idle), call_soon)
+                self._stacks.pop(idle, None)
             self._opening.setdefault(digest, []).append(on_opened)
         except TieredKVError as error:
             on_opened(error)
@@ -150,20 +150,20 @@ class Namespaces:
     def close(self) -> None:
         """Close all stacks. Their transfers have `CLOSE_S` together, and then each tier its own limit to end."""
         end_s = time.monotonic() + CLOSE_S
-        while self._hosts:
-            share_s = max(0.0, end_s - time.monotonic()) / len(self._hosts)
-            _, host = self._hosts.popitem()
+        while self._stacks:
+            share_s = max(0.0, end_s - time.monotonic()) / len(self._stacks)
+            _, stack = self._stacks.popitem()
             try:
-                host.close(share_s)
+                stack.close(share_s)
             except Exception:  # the others have blocks to write
                 _log.exception("a stack cannot be closed")
 
-    def _open(self, config: StackConfig, idle: Host | None, call_soon: CallSoon) -> None:
-        opened: Host | TieredKVError
+    def _open(self, config: StackConfig, idle: ServedStack | None, call_soon: CallSoon) -> None:
+        opened: ServedStack | TieredKVError
         try:
             if idle is not None:  # first: both stacks may have one directory
                 idle.close(CLOSE_S)
-            opened = Host(config, lambda: self.wake(), self.socket_path)
+            opened = ServedStack(config, lambda: self.wake(), self.socket_path)
         except TieredKVError as error:
             _log.error("a stack cannot be opened: %s", error_text(error, config.secret_texts()))
             opened = error
@@ -172,9 +172,9 @@ class Namespaces:
             opened = TieredKVError(f"a stack cannot be opened: {type(error).__name__}")
         call_soon(lambda: self._opened(config.identity.digest, opened))
 
-    def _opened(self, digest: bytes, opened: Host | TieredKVError) -> None:
-        if isinstance(opened, Host):
-            self._hosts[digest] = opened
+    def _opened(self, digest: bytes, opened: ServedStack | TieredKVError) -> None:
+        if isinstance(opened, ServedStack):
+            self._stacks[digest] = opened
         for on_opened in self._opening.pop(digest):
             on_opened(opened)
 
@@ -214,9 +214,9 @@ class Namespaces:
         Raises:
             ConfigError: Engines use all stacks.
         """
-        if len(self._hosts) + len(self._opening) < self._count:
+        if len(self._stacks) + len(self._opening) < self._count:
             return b""
-        idle = next((digest for digest, host in self._hosts.items() if not host.sessions), None)
+        idle = next((digest for digest, stack in self._stacks.items() if not stack.sessions), None)
         if idle is None:
             raise ConfigError(
                 f"the server has {self._count} namespaces, all in use; start it with a larger --namespaces",

@@ -1,7 +1,7 @@
-"""One namespace of a server: its stack, its memory, and the sessions that use it.
+"""One stack that a server serves: its manager, the memory that engines share, and the sessions that use both.
 
-A `Host` is not the machine: a server may have several, one for each namespace. The server's thread owns it, and makes
-all calls of the stack's manager. These things stay true:
+A server has one `ServedStack` for each namespace; `Namespaces` opens it on any thread. Then the server's thread owns
+it, and makes all calls of its manager. These things stay true:
 
 - A row belongs to one session until the engine's processes have ended or given it back. So no engine reads bytes of
   another block.
@@ -103,7 +103,7 @@ class HostSession(Protocol):
     def close(self) -> None: ...
 
 
-class Host:
+class ServedStack:
     """A stack with rows that engines map. Made by any thread; then owned by the server's.
 
     Args:

@@ -23,11 +23,11 @@ from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
 from tiered_kv.server.channel import Channel
 from tiered_kv.server.descriptors import connections_max
-from tiered_kv.server.host import Host
 from tiered_kv.server.listener import listen
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.process import Process, open_pidfd
 from tiered_kv.server.protocol import ClosedError, Hello, Message, ProtocolError
+from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.server.session import Session
 from tiered_kv.server.users import Users
 from tiered_kv.system.log_limit import LogLimit
@@ -43,7 +43,7 @@ _PACKETS_A_PASS: Final = 16
 _PASSES_OF_THE_DEAD: Final = 256
 """Limit of the passes that read messages of a process after its end: its child may have its socket, and send on."""
 _TICK_S: Final = 0.001
-"""Longest time between two steps while a host is busy (`Host.is_busy`). The end of a job begins a step sooner."""
+"""Longest time between two steps while a stack is busy (`ServedStack.is_busy`). A job's end begins a step sooner."""
 _IDLE_S: Final = 0.5
 _SNDBUF_BYTES: Final = 1 << 20
 
@@ -90,18 +90,18 @@ class CacheServer:
         """Serve until `stop`, then say goodbye to all clients and close the stacks."""
         try:
             while not self._is_stopping:
-                self.serve_once(_TICK_S if any(host.is_busy for host in self._namespaces.hosts) else _IDLE_S)
+                self.serve_once(_TICK_S if any(host.is_busy for host in self._namespaces.stacks) else _IDLE_S)
         finally:
             self.close()
 
     def serve_once(self, timeout_s: float) -> None:
         """Wait for messages, `timeout_s` at most, and answer them: one pass of `serve`."""
         found = self._selector.select(timeout_s)
-        for host in self._namespaces.hosts:
+        for host in self._namespaces.stacks:
             host.see_resets()
         for key, mask in found:
             self._trying(functools.partial(key.data, mask))
-        for host in self._namespaces.hosts:
+        for host in self._namespaces.stacks:
             self._trying(host.reset_unasked)  # a mistake there ends no engine's connection
             try:
                 host.step(self._session_failed)
@@ -115,7 +115,7 @@ class CacheServer:
         if unread_bytes > UNREAD_ALL_BYTES_MAX:
             self._end_the_slowest()
         self._act_on_time()
-        for host in self._namespaces.hosts:
+        for host in self._namespaces.stacks:
             self._trying(functools.partial(host.work, is_idle=not found))
 
     def _trying(self, call: Callable[[], object]) -> None:
@@ -134,7 +134,7 @@ class CacheServer:
         for process in [each for each in self._channels.values() if each.session is session]:
             self._fail(process, error)
 
-    def _host_failed(self, host: Host, error: Exception) -> None:
+    def _host_failed(self, host: ServedStack, error: Exception) -> None:
         """End the connections of a namespace after its step has failed: none of its engines waits for an answer."""
         self._note(error)
         for process in [each for each in self._channels.values() if each.session and each.session.host is host]:
@@ -275,13 +275,13 @@ class CacheServer:
             )
         self._namespaces.open(hello.settings, self.call_soon, functools.partial(self._opened, process, hello))
 
-    def _opened(self, process: Process, hello: Hello, opened: Host | TieredKVError) -> None:
+    def _opened(self, process: Process, hello: Hello, opened: ServedStack | TieredKVError) -> None:
         if isinstance(opened, TieredKVError):
             self._fail(process, opened)
         else:
             self._guarded(process, lambda: self._welcome(process, hello, opened))
 
-    def _welcome(self, process: Process, hello: Hello, host: Host) -> None:
+    def _welcome(self, process: Process, hello: Hello, host: ServedStack) -> None:
         sessions = [each.session for each in self._processes if each.session is not None]
         session = next((each for each in sessions if each.host is host and each.name == hello.name), None)
         if hello.role == "scheduler" and session is not None:

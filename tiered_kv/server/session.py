@@ -17,9 +17,9 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.server import protocol
 from tiered_kv.server.channel import Channel
-from tiered_kv.server.host import KEYS_ALL_MAX, KEYS_MAX, REQUESTS_ALL_MAX, REQUESTS_MAX, Host
 from tiered_kv.server.protocol import ClosedError, Message, ProtocolError
 from tiered_kv.server.questions import Questions
+from tiered_kv.server.served_stack import KEYS_ALL_MAX, KEYS_MAX, REQUESTS_ALL_MAX, REQUESTS_MAX, ServedStack
 from tiered_kv.server.session_request import SessionRequest, params_of
 from tiered_kv.tiering.pace import EngineCost
 
@@ -36,7 +36,7 @@ class Session:
         host: The namespace.
     """
 
-    def __init__(self, name: str, host: Host) -> None:
+    def __init__(self, name: str, host: ServedStack) -> None:
         self.name = name
         self.host = host
         self.channel: Channel | None = None

@@ -263,7 +263,7 @@ def test_the_server_s_namespace_is_that_of_the_blocks(tmp_path: Path) -> None:
             with process_of(served.address, namespace=each) as process:
                 process.store(KEYS)
             digest = each.identify(block_bytes=BLOCK_BYTES, block_tokens=16).digest
-            assert served.namespaces.hosts[-1].config.identity.digest == digest
+            assert served.namespaces.stacks[-1].config.identity.digest == digest
 
 
 def test_blocks_with_long_and_empty_hashes_are_different_blocks(tmp_path: Path) -> None:

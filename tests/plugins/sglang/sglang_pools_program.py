@@ -234,7 +234,7 @@ def check_ranks_share_the_cache_of_a_host() -> None:
                 assert rank.batch_exists(hashes(COUNT + 1)) == COUNT
                 assert rank.batch_get_v1(hashes(COUNT), slots(pool, range(10, 10 + COUNT))) == [True] * COUNT
                 assert pages_of(pool, range(10, 10 + COUNT)) == stored
-            assert len(served.namespaces.hosts) == namespaces
+            assert len(served.namespaces.stacks) == namespaces
             message = refusal(partial(opened, tier, mha_pool("page_first"), tp_size=3))
             assert "start it with a larger --namespaces" in message, message
             for rank in ranks:
