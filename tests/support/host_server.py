@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.server import host, idle, protocol
+from tiered_kv.server import idle, protocol, served_stack
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.connect import ProgramManager
 from tiered_kv.server.memory import SealedRegion
@@ -77,7 +77,7 @@ def serving(
     thread.start()
     served = Served(f"unix:{path}", server, opened)
     try:
-        with mock.patch.object(host, "ANSWER_S", answer_s):
+        with mock.patch.object(served_stack, "ANSWER_S", answer_s):
             yield served
     finally:
         for engine in served.engines:
