@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.faults import FailingTier
 from tiered_kv.testing.rig import OpenTier, TierRig
-from tiered_kv.tiering.base import JobMetadata, SecondaryTierManager
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.wrapper import WrapperTier
 
 
@@ -40,6 +41,26 @@ class ForgetfulResetTier(SmallTier):
 
     def reset_cache(self) -> bool:
         return True
+
+
+class StarvingTier(SmallTier):
+    """Does one job at each poll, and a store only if no load waits."""
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__(view)
+        self._waiting: list[JobMetadata] = []
+
+    def submit_store(self, job_metadata: JobMetadata) -> None:
+        self._waiting.append(job_metadata)
+
+    submit_load = submit_store
+
+    def get_finished(self) -> Iterable[JobResult]:
+        if self._waiting:
+            job = next((job for job in self._waiting if job.is_promotion), self._waiting[0])
+            self._waiting.remove(job)
+            (super().submit_load if job.is_promotion else super().submit_store)(job)
+        return super().get_finished()
 
 
 class PhantomTier(SmallTier):
@@ -75,6 +96,8 @@ def wrapped(wrap: Callable[[SecondaryTierManager], SecondaryTierManager]) -> Mak
 
 BYTES = "test_stored_blocks_load_as_the_same_bytes"
 JOBS = "test_many_jobs_in_flight_are_each_reported_once"
+STARVING = "test_jobs_of_one_kind_that_never_end_do_not_starve_the_other"
+ARGUMENTS: dict[str, dict[str, Any]] = {BYTES: {"blocks": 33}, STARVING: {"endless": "loads"}}  # Any: any parameter
 FAULTS: dict[str, tuple[MakeTier, str, str]] = {
     "has everything": (liar(Lie.HAS_EVERYTHING), "test_an_absent_block_is_a_miss", "assert not"),
     "stores nothing": (liar(Lie.STORES_NOTHING), BYTES, "assert"),
@@ -96,6 +119,7 @@ FAULTS: dict[str, tuple[MakeTier, str, str]] = {
     "overwrites": (OverwritingTier, "test_a_present_block_is_not_overwritten", "wrong bytes"),
     "ignores groups": (wrapped(GrouplessTier), "test_groups_of_one_hash_are_different_blocks", "assert not"),
     "resets nothing": (ForgetfulResetTier, "test_a_reset_forgets_every_block_and_takes_new_ones", "assert"),
+    "starves stores": (StarvingTier, STARVING, "behind loads that are always in flight"),
     "has phantoms": (PhantomTier, "test_a_block_that_is_answered_true_during_its_store_can_be_loaded", "assert"),
 }
 
@@ -104,7 +128,7 @@ FAULTS: dict[str, tuple[MakeTier, str, str]] = {
 def test_a_tier_that_breaks_the_contract_is_found(fault: str) -> None:
     make_tier, check, says = FAULTS[fault]
     rig = TierRig(lambda spec, view: make_tier(view), num_blocks=512, block_bytes=512, wait_s=0.1)
-    arguments = {"blocks": 33} if check == BYTES else {}
+    arguments = ARGUMENTS.get(check, {})
     with pytest.raises(AssertionError) as failure:
         getattr(TierConformance(), check)(rig, **arguments)
     assert says in str(failure.value)

@@ -363,6 +363,27 @@ def test_loads_go_before_stores(tier: IsolatedTier, inner: HeldTier) -> None:
     assert [result.job_id for result in finished(tier, 3)] == [1, 3, 2]
 
 
+def test_a_store_is_begun_beside_loads_that_never_end_and_after_the_loads_before_it(
+    tier: IsolatedTier, inner: HeldTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolation, "PATIENCE_S", 0.0)
+    hang_in_store(tier, inner)
+    for number in range(10):
+        tier.submit_load(job(10 + number, keys(1), is_promotion=True))
+    tier.submit_store(job(2, keys(2)))
+
+    def load_again(job_id: int) -> None:
+        if inner.calls.count("submit_store") < 2:
+            tier.submit_load(job(job_id + 100, keys(1), is_promotion=True))
+
+    inner.on_load = load_again
+    inner.open.set()
+    wait_until(lambda: inner.calls.count("submit_store") == 2)
+    loads = inner.calls[: len(inner.calls) - inner.calls[::-1].index("submit_store")].count("submit_load")
+    assert 10 <= loads <= 10 + 2 * isolation.LOADS_A_STORE
+    inner.on_load = lambda job_id: None
+
+
 def test_a_tier_that_cannot_forget_is_silent_after_a_reset(tier: IsolatedTier, inner: HeldTier) -> None:
     tier.submit_store(job(1, keys(1)))
     finished(tier, 1)

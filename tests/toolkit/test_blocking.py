@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import math
 import os
 import re
@@ -103,6 +104,22 @@ def test_loads_go_before_stores_and_lookups_before_loads(make_stage: MakeStage) 
     stage.gate.set()
     stage.rig.wait(jobs)
     assert stage.tier.started == ["store", "lookup", "load", "store"]
+
+
+def test_lookups_that_never_end_leave_the_only_thread_to_jobs_too(make_stage: MakeStage) -> None:
+    stage = make_stage(DictTier, threads=1)
+    numbers = itertools.count()
+
+    def ask(operation: str, keys: Sequence[OffloadKey]) -> None:
+        if operation == "lookup" and not stage.gate.is_set():  # the next lookup waits already when this one ends
+            stage.tier.lookup(make_keys(1, f"endless {next(numbers)}")[0], ReqContext("endless"))
+
+    stage.tier.before = ask
+    ask("lookup", ())
+    wait_until(lambda: stage.tier.started.count("lookup") > 2)
+    job = stage.rig.submit_store(make_keys(1))
+    assert stage.rig.wait([job])[0].success
+    stage.gate.set()
 
 
 def test_stores_that_hang_leave_a_thread_for_loads(make_stage: MakeStage) -> None:

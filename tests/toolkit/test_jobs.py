@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.threads import no_threads
 from tiered_kv.base import ReqContext, make_offload_key
@@ -18,7 +20,7 @@ from tiered_kv.system.threads import BackgroundTask, _log
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit.concurrency import STALL_S, StoreConcurrency
-from tiered_kv.toolkit.jobs import Job, Outcome, PartQueue
+from tiered_kv.toolkit.jobs import LOADS_A_STORE, PATIENCE_S, Job, Outcome, PartQueue
 
 
 def job_of(blocks: int, is_load: bool = True, part_blocks: int = 3, job_id: int = 1) -> Job:
@@ -74,6 +76,65 @@ def test_no_worker_is_woken_for_a_store_that_may_not_begin() -> None:
     assert woken == ["worker"], "another may begin now"
     queue.put(job_of(1, job_id=4))
     assert len(woken) == 2
+
+
+def test_a_burst_of_loads_goes_first_and_loads_that_never_end_leave_stores_a_share() -> None:
+    clock = ManualClock()
+    queue = PartQueue(lambda: None, StoreConcurrency(1, clock))
+    for number in range(10):
+        queue.put(job_of(6, is_load=False, part_blocks=6, job_id=number))
+    kinds = []
+    for number in range(100):
+        queue.put(job_of(6, job_id=10 + number))  # of two parts, so that loads always wait
+        part = queue.take()
+        assert part is not None
+        queue.end(part)
+        kinds.append("load" if part.job.metadata.is_promotion else "store")
+        clock.advance(PATIENCE_S / 20)
+    first = kinds.index("store")
+    assert first in (20, 21), "a burst of loads goes first"
+    apart = LOADS_A_STORE * 6 // 3 + 1
+    assert [number for number, kind in enumerate(kinds) if kind == "store"] == list(range(first, 100, apart))
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["load", "store", "take", "take", "take", "take", "wait"]), st.integers(1, 60)),
+        min_size=60,
+        max_size=120,
+    )
+)
+def test_whatever_the_mix_the_first_load_and_the_first_store_begin_soon(steps: list[tuple[str, int]]) -> None:
+    clock = ManualClock()
+    queue = PartQueue(lambda: None, StoreConcurrency(10**6, clock, begins_at=10**6))
+    waiting = {True: 0, False: 0}  # blocks, by whether they are loaded
+    passed = {True: 0, False: 0}  # blocks of the other kind that began since one of this kind began, or could begin
+    patient_until_s = None
+    for job_id, (step, number) in enumerate(steps):
+        if step == "wait":
+            clock.advance(number * PATIENCE_S / 20)
+        elif step != "take":
+            is_load = step == "load"
+            queue.put(job_of(number, is_load, 3 if is_load else 6, job_id))
+            passed[is_load] = 0 if not waiting[is_load] else passed[is_load]
+            waiting[is_load] += number
+        else:
+            if patient_until_s is None and waiting[False]:
+                patient_until_s = clock() + PATIENCE_S
+            part = queue.take()
+            assert (part is None) == (not any(waiting.values()))
+            if part is None:
+                continue
+            is_load = part.job.metadata.is_promotion
+            waiting[is_load] -= part.stop - part.start
+            passed[is_load] = 0
+            if is_load and patient_until_s is not None and clock() >= patient_until_s:
+                passed[False] += part.stop - part.start
+            elif not is_load:
+                passed[True] += part.stop - part.start
+                patient_until_s = None
+            assert passed[False] < LOADS_A_STORE * 6 + 3 or not waiting[False], "a store starves"
+            assert passed[True] <= 6 or not waiting[True], "a load starves"
 
 
 @pytest.mark.parametrize("seed", range(3))

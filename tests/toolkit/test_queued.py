@@ -20,7 +20,7 @@ from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 from tiered_kv.tiering.base import JobMetadata, JobResult
-from tiered_kv.toolkit import Outcome
+from tiered_kv.toolkit import Outcome, jobs
 from tiered_kv_fs.settings import FsSettings
 from tiered_kv_fs.tier import FsTier
 from tiered_kv_memory.settings import MemorySettings
@@ -49,6 +49,30 @@ def test_a_lookup_has_its_own_deadline_and_not_that_of_the_job_before_it(stage: 
     assert stage.rig.lookup(make_keys(1)[0])
     assert left_s["store"] > PATIENCE_S
     assert 0.0 < left_s["lookup"] <= PATIENCE_S
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loads_that_never_end_leave_stores_a_share_and_stores_leave_loads_theirs(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(jobs, "PATIENCE_S", 0.0)
+    one_at_a_time: dict[str, Any] = {"blocking": {"threads": 1}, "async": {"blocks_in_flight_max": 2}}[kind]
+    stage = make_stage(KINDS[kind], **one_at_a_time)
+    stage.rig.wait([stage.rig.submit_store(make_keys(2, str(number))) for number in range(20)])
+    stage.hold()
+    queued = [stage.rig.submit_load(make_keys(2, "0"))]
+    wait_until(lambda: stage.tier.started[-1] == "load")
+    begun = len(stage.tier.started)
+    queued += [stage.rig.submit_load(make_keys(2, str(number))) for number in range(20)]
+    queued += [stage.rig.submit_store(make_keys(2, f"new {number}")) for number in range(4)]
+    stage.gate.set()
+    assert all(result.success for result in stage.rig.wait(queued))
+    order = [operation for operation, keys in stage.tier.parts[begun:] if operation != "lookup"]
+    stores = [place for place, operation in enumerate(order) if operation == "store"]
+    assert len(stores) == 4
+    loads_between = np.diff([-1, *stores]) - 1
+    assert (loads_between <= jobs.LOADS_A_STORE).all()
+    assert (loads_between[1:] >= jobs.LOADS_A_STORE - 1).all(), "a call may have served loads of several jobs"
 
 
 def test_a_result_says_when_its_job_ended(stage: Stage) -> None:

@@ -26,7 +26,7 @@ from tiered_kv.errors import TierError
 from tiered_kv.metrics.counters import flat_counts
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import OpenTier, TierRig, block_content, compressible_content, make_keys
-from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager, TierSpec
 
 
 class TierConformance:
@@ -227,6 +227,20 @@ class TierConformance:
             jobs.append(rig.submit_store(make_keys(8, f"new-{index}")))
             jobs.append(rig.submit_load(keys))
         assert all(result.success for result in rig.wait(jobs))
+
+    @pytest.mark.parametrize("endless", ["loads", "stores"])
+    def test_jobs_of_one_kind_that_never_end_do_not_starve_the_other(self, rig: TierRig, endless: str) -> None:
+        batches = [(make_keys(4, f"batch-{row}"), range(row, row + 4)) for row in range(0, 100, 4)]  # keys, and rows
+        rig.wait([rig.submit_store(*batch) for batch in batches[int(endless == "loads") :]])
+        submit: Callable[..., JobId] = rig.submit_load if endless == "loads" else rig.submit_store
+        in_flight = [(submit(*batch), batch) for batch in batches[1:]]
+        other = (rig.submit_store if endless == "loads" else rig.submit_load)(*batches[0])
+        end = time.monotonic() + self.wait_s
+        while not rig.is_reported(other):
+            assert time.monotonic() < end, f"a job waits {self.wait_s} s behind {endless} that are always in flight"
+            in_flight = [(submit(*batch) if rig.is_reported(job) else job, batch) for job, batch in in_flight]
+            rig.poll()
+        assert all(result.success for result in rig.wait([other, *(job for job, _ in in_flight)]))
 
     def test_several_jobs_may_store_or_load_one_block_at_once(self, rig: TierRig) -> None:
         keys = make_keys(8)

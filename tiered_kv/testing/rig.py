@@ -173,6 +173,10 @@ class TierRig:
             self._check_result(job, result)
         return len(self._jobs)
 
+    def is_reported(self, job_id: JobId) -> bool:
+        """Return whether `poll` has collected the result of a job."""
+        return job_id in self._results
+
     def succeeded(self, result: JobResult) -> set[OffloadKey]:
         """Return the keys that succeeded in a job."""
         return self._succeeded[result.job_id]

@@ -191,7 +191,8 @@ class SecondaryTierManager(ABC):
     def submit_store(self, job_metadata: JobMetadata) -> None:
         """Begin to copy blocks that the tier lacks out of the primary tier.
 
-        The blocks stay pinned, and unchanged, until the job is reported.
+        The blocks stay pinned, and unchanged, until the job is reported. Loads may go before stores, but neither
+        may starve the other: whatever comes meanwhile, a job begins before its deadline if the storage is fast enough.
         """
 
     @abstractmethod

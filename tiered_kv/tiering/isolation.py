@@ -3,6 +3,7 @@
 `GuardedTier` wraps each tier that is not `is_nonblocking`, and calls the wrapper on the scheduler's thread. A call
 leaves a message for the tier's thread, or reads its answers. These things must stay true:
 
+- Neither loads nor stores that never end keep the others from beginning.
 - No call but `describe` and `shutdown` waits for the tier. A call that hangs costs only hits of that tier.
 - No exception ends the thread, not even `SystemExit` or `asyncio.CancelledError`: later jobs would wait for ever.
 - Queues have limits. Beyond them hints, and messages about requests, are dropped, but no job.
@@ -37,6 +38,10 @@ from tiered_kv.tiering.wrapper import WrapperTier
 
 POLL_INTERVAL_S = 0.001
 """Seconds between two polls of a tier that has jobs."""
+PATIENCE_S = 0.2
+"""How long loads that never end keep stores, lookups and hints back, at most. The last load may take longer."""
+LOADS_A_STORE = 4
+"""So many loads go before a store, at least, though each takes long."""
 SLICE_S = 0.001
 """Seconds of each pass for lookups, and for hints. The last call of them may take longer."""
 HINTS_MAX = 1 << 12
@@ -77,7 +82,9 @@ class IsolatedTier(WrapperTier):
         self._urgent: deque[Callable[[], object]] = deque()  # loads, resets, and beginnings of requests
         self._hints: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=HINTS_MAX)
         self._stores: deque[tuple[int, JobMetadata | ReqContext]] = deque()
-        """Stores, and contexts of ended requests behind their last stores. Each with the number of resets before it."""
+        """Stores, and contexts of ended requests behind their last stores. Each with the `_urgent_posted` before it."""
+        self._urgent_posted = 0  # written by the scheduler's thread
+        self._urgent_done = 0  # written by the tier's thread
         self._has_probe = False
         self._questions: deque[Question] = deque()  # the last probe's; owned by the tier's thread
         self._results: deque[JobResult] = deque()
@@ -115,12 +122,11 @@ class IsolatedTier(WrapperTier):
         return self._relocated_blocks
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
-        self._stores.append((self._resets, job_metadata))
+        self._stores.append((self._urgent_posted, job_metadata))
         self._notify()
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
-        self._urgent.append(lambda: self._begin(self.inner.submit_load, job_metadata))
-        self._notify()
+        self._post_urgent(lambda: self._begin(self.inner.submit_load, job_metadata))
 
     def get_finished(self) -> Iterable[JobResult]:
         self._lookups.expire()
@@ -138,14 +144,13 @@ class IsolatedTier(WrapperTier):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         # The scheduler cannot wait for the tier's policy, so an isolated tier has the default one.
         if len(self._urgent) < REQUESTS_MAX:  # before all jobs of the request
-            self._urgent.append(lambda: self._attempt("on_new_request", self.inner.on_new_request, req_context))
-            self._notify()
+            self._post_urgent(lambda: self._attempt("on_new_request", self.inner.on_new_request, req_context))
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget_request(req_context.req_id)
         if len(self._stores) < REQUESTS_MAX:
-            self._stores.append((self._resets, req_context))
+            self._stores.append((self._urgent_posted, req_context))
             self._notify()
 
     def on_schedule_end(self) -> None:
@@ -165,8 +170,7 @@ class IsolatedTier(WrapperTier):
             JobResult(each.job_id, False, reason=Reason.RESET) for _, each in queued if isinstance(each, JobMetadata)
         )
         self._stores.extend(ended for ended in queued if not isinstance(ended[1], JobMetadata))
-        self._urgent.append(self._reset)
-        self._notify()
+        self._post_urgent(self._reset)
         return True
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -187,6 +191,11 @@ class IsolatedTier(WrapperTier):
             self._thread.join(CLOSE_TIMEOUT_S)
         elif is_first:
             self._run()  # without a thread; `_is_closing` ends it at once
+
+    def _post_urgent(self, call: Callable[[], object]) -> None:
+        self._urgent_posted += 1
+        self._urgent.append(call)
+        self._notify()
 
     def _post_probe(self) -> None:
         self._has_probe = True
@@ -225,12 +234,12 @@ class IsolatedTier(WrapperTier):
         self._do_urgent()
         self._answer()
         try:
-            resets, job = self._stores.popleft()
+            urgent_before, job = self._stores.popleft()
         except IndexError:  # none, or a reset took it
             pass
         else:
-            if resets > self._resets_done:
-                self._do_urgent()  # a reset that came before the store
+            if urgent_before > self._urgent_done:
+                self._do_urgent(urgent_before)  # such as a reset that came before the store
             if isinstance(job, JobMetadata):
                 self._begin(self.inner.submit_store, job)
             else:
@@ -242,8 +251,12 @@ class IsolatedTier(WrapperTier):
             self._collect()
         self._attempt("lookup_failures", self._note_lookup_failures)
 
-    def _do_urgent(self) -> None:
-        while self._urgent:
+    def _do_urgent(self, before: int = 0) -> None:
+        """Make waiting calls: the first `before` of all, and as many others as may keep a store back."""
+        end_s = time.monotonic() + PATIENCE_S
+        before = max(before, self._urgent_done + LOADS_A_STORE)
+        while self._urgent and (self._urgent_done < before or time.monotonic() < end_s):
+            self._urgent_done += 1
             self._urgent.popleft()()
 
     def _for_a_while(self, queue: deque[_Item], use: Callable[[_Item], object]) -> None:

@@ -84,7 +84,8 @@ class AsyncTier(QueuedTier):
     """A tier for an author who writes coroutines. They all run on one event loop, in a daemon thread.
 
     Jobs are cut into parts. As many parts run at once as `blocks_in_flight_max` allows. Lookups go before loads and
-    loads before stores, and stores leave room for one part of a load. An exception fails the part it was raised in.
+    loads before stores, but none starves the others. Stores leave room for one part of a load. An exception fails the
+    part it was raised in.
 
     A coroutine that has not returned by the deadline of its job is cancelled. Its job is reported when the coroutine
     has ended, because until then it may write into its blocks. Nothing may block the event loop: to compress or hash

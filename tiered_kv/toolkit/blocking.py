@@ -1,8 +1,8 @@
 """The base of tiers that use blocking calls: files, sockets, any synchronous client.
 
 The scheduler's thread queues jobs and takes results (`queued`). Worker threads call the author's methods, several at a
-time. A load goes before a store, and stores give way to the engine's thread. An exception of an author's method fails
-its part, and ends no worker.
+time. A load goes before a store (`jobs` says how long), and stores give way to the engine's thread. An exception of an
+author's method fails its part, and ends no worker.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class BlockingTier(QueuedTier):
     """A tier for an author who writes blocking methods. Worker threads call them, several at a time.
 
     Jobs are cut into parts, so that all threads serve one large job. If many small jobs wait, one call gets the blocks
-    of several. Lookups go before loads and loads before stores. With several threads, stores leave one thread free, and
-    wait while the engine's thread computes. They run on as few threads as the storage needs. An exception fails all
-    blocks of the call.
+    of several. Lookups go before loads and loads before stores, but none starves the others. With several threads,
+    stores leave one thread free, and wait while the engine's thread computes. They run on as few threads as the storage
+    needs. An exception fails all blocks of the call.
 
     Parts that have not started by the deadline of their job never start. Nothing can end a running call from outside,
     so give each call to a client or server a timeout. Threads are daemons: one that hangs does not keep the process.
@@ -168,14 +168,20 @@ class BlockingTier(QueuedTier):
             self._start_thread()
         give_way()
         if self._part_queue.take_lookups():
-            self._run_probes()
-        elif not is_for_lookups and (part := self._part_queue.take()) is not None:
-            # A single thread never waits here: it serves loads too. If the engine makes no pauses, a store waits the
-            # less, the more stores are queued.
-            if not part.job.metadata.is_promotion and self._threads_max > 1:
-                waiting = 0 if self._engine_pauses else self._part_queue.stores_waiting
-                self._engine_pauses = wait_for_idle(IDLE_WAIT_S_MAX / (1 + waiting))
-            self._run_parts([part, *self._part_queue.take_small_jobs(part)])
+            self._run_probes(is_for_lookups)
+        elif not is_for_lookups:
+            self._run_next_part()
+
+    def _run_next_part(self) -> None:
+        part = self._part_queue.take()
+        if part is None:
+            return
+        # A single thread never waits here: it serves loads too. If the engine makes no pauses, a store waits the less,
+        # the more stores are queued.
+        if not part.job.metadata.is_promotion and self._threads_max > 1:
+            waiting = 0 if self._engine_pauses else self._part_queue.stores_waiting
+            self._engine_pauses = wait_for_idle(IDLE_WAIT_S_MAX / (1 + waiting))
+        self._run_parts([part, *self._part_queue.take_small_jobs(part)])
 
     def _run_parts(self, parts: Sequence[Part]) -> None:
         """Run parts of one epoch, which have no key in common, in one call of the author's method."""
@@ -204,7 +210,7 @@ class BlockingTier(QueuedTier):
             if is_store:
                 self._part_queue.end_stores(len(keys))
 
-    def _run_probes(self) -> None:
+    def _run_probes(self, is_for_lookups: bool) -> None:
         while (probe := self._take_probe()) is not None:
             try:
                 answers = checked_presence(self.contains_blocks(probe.keys), probe.keys)
@@ -212,6 +218,8 @@ class BlockingTier(QueuedTier):
                 self._note_error("contains_blocks", error)
                 answers = [False] * len(probe.keys)
             self._batched_lookups.answer(probe, answers)
+            if self._threads_max == 1 and not is_for_lookups:  # lookups that never end would starve jobs
+                self._run_next_part()
 
     def _stop_workers(self, deadline: float) -> int:
         self._ensure_worker()  # a worker has to call `close`

@@ -29,7 +29,7 @@ class StoreConcurrency:
     def __init__(self, limit_max: int, clock: Callable[[], float], *, begins_at: int = 1) -> None:
         self.limit = begins_at
         self.limit_max = limit_max
-        self._clock = clock
+        self.clock = clock
         self._running = 0  # parts now
         self._since_s = 0.0  # when the last part began or ended, by `clock`
         self._parts = self._blocks = 0  # ended since the last verdict
@@ -70,7 +70,7 @@ class StoreConcurrency:
     @property
     def has_stalled(self) -> bool:
         """Whether all parts that may run seem to hang; see `STALL_S`."""
-        return self._running >= self.limit and self._clock() - self._since_s > STALL_S
+        return self._running >= self.limit and self.clock() - self._since_s > STALL_S
 
     def _judge(self, rate: float) -> bool:
         before, self._before = self._before, None
@@ -88,7 +88,7 @@ class StoreConcurrency:
         return True
 
     def _tick(self) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         if self._running:
             self._busy_s += now_s - self._since_s
         self._since_s = now_s

@@ -3,7 +3,8 @@
 `QueuedTier` puts jobs from the scheduler's thread. The tier's workers (`BlockingTier`, `AsyncTier`) take parts and end
 them, each on a thread of its own. These things stay true:
 
-- A load goes before a store. Jobs of one kind are taken in the order of their submission.
+- A load goes before a store, but neither kind starves the other: see `LOADS_A_STORE`. Jobs of one kind are taken in the
+  order of their submission.
 - Each block of a job is in one part at most, and the last part's end is seen by one caller only.
 - `put` takes no lock. The lock guards a few assignments, never I/O.
 """
@@ -32,6 +33,10 @@ _REASONS: tuple[tuple[type[TierError], Reason], ...] = (
 )
 TOGETHER_MAX = 4
 """Jobs that one worker runs together: fewer than the failures that open a breaker, since one error fails all jobs."""
+PATIENCE_S = 0.2
+"""How long loads go first. If after that still as many wait as workers take, stores have a share until none waits."""
+LOADS_A_STORE = 4
+"""The share: so many blocks of loads begin for each block of a store."""
 _TOGETHER_S = 1.0  # between the deadlines of jobs that run together, at most: the earliest deadline holds for all
 
 
@@ -137,6 +142,9 @@ def failure_reason(error: BaseException) -> Reason:
 class PartQueue:
     """Two queues of jobs, each first in, first out. Loads go before stores, and lookups before both.
 
+    Loads that never end would starve stores. So once both kinds have waited for `PATIENCE_S`, a part of a store begins
+    whenever `LOADS_A_STORE` times as many blocks of loads have begun since the last one.
+
     Workers take jobs in parts, so that all of them serve one large job. The scheduler adds jobs without the lock: a
     worker that holds the lock, and has lost the interpreter, cannot delay the scheduler. The lock is held for a few
     assignments.
@@ -149,6 +157,8 @@ class PartQueue:
         self._wake = wake
         self._concurrency = concurrency
         self._stores_running = 0  # under the lock
+        self._passed_blocks = 0  # blocks of loads that began since a part of a store did
+        self._loads_since_s = math.inf  # since when loads have always waited
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
         self._has_lookups = False
@@ -179,19 +189,19 @@ class PartQueue:
     def take(self) -> Part | None:
         """Return the next part, or None. Call `end` for each part."""
         with self._lock:
-            queue = self._loads or self._stores
+            queue = self._queue_in_turn()
             if not queue:
                 return None
             job = queue[0]
-            if queue is self._stores:
-                self._concurrency.rise_if_stalled()
-                if self._stores_running >= self._concurrency.limit:
-                    return None
-                self._stores_running += 1
             start = job.next_block
             job.next_block = stop = min(start + job.part_blocks, job.end_block)
             if stop == job.end_block:
                 queue.popleft()
+            if queue is self._stores:
+                self._stores_running += 1
+                self._passed_blocks = 0
+            else:
+                self._passed_blocks += stop - start
             may_store = self._stores_running < self._concurrency.limit or self._concurrency.has_stalled
             has_more = bool(self._loads or (self._stores and may_store))
         if has_more:
@@ -220,6 +230,8 @@ class PartQueue:
                 keys.update(job.keys)
                 queue.popleft()
                 job.next_block = job.end_block
+                if job.metadata.is_promotion:
+                    self._passed_blocks += job.end_block
                 taken.append(Part(job, 0, job.end_block, is_extra=True))
         return taken
 
@@ -271,6 +283,25 @@ class PartQueue:
         with self._lock:
             queued = [*self._loads, *self._stores]
         return [job for job in queued if self.drop_rest(job, reason)]
+
+    def _queue_in_turn(self) -> deque[Job] | None:
+        """Return the queue whose first job is next; None, or an empty one, if none may begin. Under the lock."""
+        concurrency = self._concurrency
+        now_s = concurrency.clock()
+        if not self._loads:
+            self._loads_since_s = math.inf
+        elif self._loads_since_s == math.inf:
+            self._loads_since_s = now_s
+        if not self._stores:
+            return self._loads
+        concurrency.rise_if_stalled()
+        if self._stores_running >= concurrency.limit:
+            return self._loads
+        first = self._stores[0]
+        is_due = self._passed_blocks >= LOADS_A_STORE * min(first.part_blocks, first.end_block - first.next_block)
+        return (
+            self._stores if not self._loads or (is_due and now_s - self._loads_since_s >= PATIENCE_S) else self._loads
+        )
 
     def _queue_of(self, job: Job) -> deque[Job]:
         return self._loads if job.metadata.is_promotion else self._stores
