@@ -18,7 +18,7 @@ import pytest
 from tests.support.host_server import WAIT_S, Served, keys_of, packet, raw_client, serving
 from tiered_kv.errors import TieredKVError
 from tiered_kv.hints import HINTS_KEY
-from tiered_kv.server import protocol, server
+from tiered_kv.server import acceptor, protocol, server
 from tiered_kv.server.channel import Channel
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.process import Process, open_pidfd
@@ -56,7 +56,7 @@ def test_a_server_keeps_of_hints_what_they_mean(tmp_path: Path) -> None:
         begin(sock, 2, {"unknown": [[]] * 1000})
         wait_until(lambda: served.count(lambda host: host.requests) == 2)
         (session,) = served.host.sessions.values()
-        kept = [each.context.kv_transfer_params[HINTS_KEY] for each in session.requests.values()]  # type: ignore[attr-defined]
+        kept = [(each.context.kv_transfer_params or {})[HINTS_KEY] for each in session.requests.values()]
         assert kept[0] == {"priority": 1, "ttl": None, "expect_return": None, "skip": ["store"]}
         assert len(json.dumps(kept[1])) < 20
         sock.send(packet(protocol.END, 1) + packet(protocol.ACQUIRE, 2, 1, KEYS[0], protocol.ONLY_KNOWN))
@@ -86,7 +86,7 @@ def test_what_all_clients_leave_unread_is_bounded(tmp_path: Path, monkeypatch: p
             for number in range(1, 2000):
                 begin(sock, number)
                 sock.send(packet(protocol.ACQUIRE, number, 512, b"".join(keys_of(512, 10_000))))
-        wait_until(lambda: len(served.server._channels) == 1)
+        wait_until(lambda: len(served.server._processes.connected) == 1)
         assert honest.load(KEYS) == len(KEYS)
 
 
@@ -98,7 +98,7 @@ def test_connections_beyond_the_limit_are_refused_with_a_word(tmp_path: Path, mo
         with pytest.raises(TieredKVError, match="3 processes are connected, and there can be no more"):
             served.engine()
         stack.pop_all().close()
-        wait_until(lambda: not served.server._channels)
+        wait_until(lambda: not served.server._processes.connected)
         assert served.engine().store(KEYS) == KEYS
 
 
@@ -126,7 +126,7 @@ def test_a_server_without_descriptors_takes_connections_again_after_a_pause(
             raise OSError(24, "Too many open files")
         return accept(sock)
 
-    monkeypatch.setattr(server, "ACCEPT_PAUSE_S", 0.2)
+    monkeypatch.setattr(acceptor, "ACCEPT_PAUSE_S", 0.2)
     monkeypatch.setattr(socket.socket, "accept", fails_twice)
     with serving(tmp_path) as served:
         assert served.engine().store(KEYS) == KEYS

@@ -257,12 +257,7 @@ def test_rows_of_stores_that_do_not_come_go_back_while_another_request_lives(tmp
             passed_s[0] += 1.0
             engine.manager.on_schedule_end()
         assert len(link.free) == link.welcome.grant_rows
-        engine.step_until(
-            lambda: (
-                served.count(lambda host: sum(len(each.granted) for each in host.sessions.values()))
-                == link.welcome.grant_rows
-            )
-        )
+        engine.step_until(lambda: served.count(lambda host: host.granted) == link.welcome.grant_rows)
 
 
 def test_leases_and_grants_end_with_the_engine(tmp_path: Path) -> None:

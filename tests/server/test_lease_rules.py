@@ -6,10 +6,12 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -101,8 +103,14 @@ class Copies:
 class LeaseRules(RuleBasedStateMachine):
     """Engines with one thread, and a server that makes a pass when a rule says so."""
 
+    limits: ClassVar[Mapping[str, float]] = {}
+    """Limits of what the server does in a pass, in place of its own."""
+
     def __init__(self) -> None:
         super().__init__()
+        self.patches = ExitStack()
+        for name, limit in self.limits.items():
+            self.patches.enter_context(mock.patch(f"tiered_kv.server.{name}", limit))
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "cache.sock"
         self.engines: list[Copies] = []
@@ -275,19 +283,40 @@ class LeaseRules(RuleBasedStateMachine):
         assert not set(granted) & set(stored), "a row is stored and granted"
         assert len(granted) + len(stored) <= ROWS
 
+    @invariant()
+    def counts_are_right(self) -> None:
+        host = self.namespaces.stacks[0]
+        sessions, ended = [*host.sessions.values()], host.ended
+        requests = [request for session in sessions for request in session.requests.values()]
+        for session in sessions:
+            assert session.leases == sum(len(each.leased) for each in session.requests.values())
+            assert not session.changed or session in host.changed
+            assert not session.is_waiting or session in host.waiting
+        requests += ended._requests.values()
+        assert host.requests == len(requests)
+        assert host.keys == sum(len(each.codes) for each in requests)
+        assert host.leases == sum(len(each.leased) for each in requests)
+        assert host.granted == sum(len(each.granted) for each in sessions) + len(ended._granted)
+
     def teardown(self) -> None:
         try:
             for engine in self.engines:
                 self.end(engine)
-            self.passes(20)
             host = self.namespaces.stacks[0]
+            self.passes(20)
+            for _ in range(1000):
+                if host.sessions or host.ended:
+                    self.passes()
+            self.passes(20)
             assert not host.sessions
+            assert not host.ended
             assert all(block.ref_cnt == 0 for block in host.manager.primary.blocks.values()), "a lease has no end"
             free = host.manager.primary.backend.get_num_free_blocks()
             assert free + len(host.manager.primary.blocks) == ROWS, "rows are lost"
         finally:
             self.server.close()
             self.directory.cleanup()
+            self.patches.close()
 
     def end(self, engine: Copies) -> None:
         engine.loads.clear()
@@ -310,3 +339,18 @@ class LeaseRules(RuleBasedStateMachine):
 
 TestLeaseRules: Any = LeaseRules.TestCase
 TestLeaseRules.settings = settings(max_examples=settings().max_examples // 4, stateful_step_count=30)
+
+
+class SmallSteps(LeaseRules):
+    """A server that reads one message of each engine in a pass, and acts on one end."""
+
+    limits: ClassVar[Mapping[str, float]] = {
+        "server.READ_S": 0.0,
+        "server.TURN_S": 0.0,
+        "server.LEAVE_S": 0.0,
+        "ended.SWEEP_ROWS": 1,
+    }
+
+
+TestSmallSteps: Any = SmallSteps.TestCase
+TestSmallSteps.settings = TestLeaseRules.settings

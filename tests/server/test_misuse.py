@@ -26,7 +26,7 @@ def begin(sock: socket.socket, number: int) -> None:
 
 
 def test_a_client_that_never_reads_loses_its_connection_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiered_kv.server.server.UNREAD_BYTES_MAX", 1 << 16)
+    monkeypatch.setattr("tiered_kv.server.acceptor.UNREAD_BYTES_MAX", 1 << 16)
     with serving(tmp_path) as served:
         honest = served.engine()
         honest.store(KEYS)
@@ -59,7 +59,7 @@ def test_a_client_that_claims_rows_which_it_does_not_hold_loses_its_connection_o
         with raw_client(served, "thief") as sock:
             begin(sock, 1)
             sock.send(packet(code, 1, 1, (KEYS[0] if code == protocol.COMMIT else b"") + protocol.pack_rows([row])))
-            wait_until(lambda: len(served.server._channels) == 1)
+            wait_until(lambda: len(served.server._processes.connected) == 1)
         assert served.rows_in_use() == before
         honest.manager.complete_load(KEYS, lease)
         assert honest.load(KEYS) == len(KEYS)
@@ -67,7 +67,7 @@ def test_a_client_that_claims_rows_which_it_does_not_hold_loses_its_connection_o
 
 def test_a_user_who_is_not_allowed_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
-        numbers = served.server._users.numbers
+        numbers = served.server._acceptor.users.numbers
         allowed = numbers.copy()
         numbers.clear()
         with pytest.raises(TieredKVError, match="may not use this cache; start the server with --allow-user"):
@@ -152,7 +152,7 @@ def test_questions_that_no_tier_answers_are_bounded(tmp_path: Path, monkeypatch:
             with suppress(BrokenPipeError, ConnectionResetError):
                 for _ in range(10_000):
                     sock.send(packet(protocol.ACQUIRE, 1, 1, KEYS[0], protocol.ONLY_STORED))
-            wait_until(lambda: not served.server._channels)
+            wait_until(lambda: not served.server._processes.connected)
 
 
 def test_a_question_of_a_request_that_has_ended_asks_no_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,5 +180,5 @@ def test_a_request_that_begins_with_garbage_ends_its_connection_only(tmp_path: P
         honest = served.engine()
         with raw_client(served, "odd") as sock:
             sock.send(packet(protocol.BEGIN, 1, body=body))
-            wait_until(lambda: len(served.server._channels) == 1)
+            wait_until(lambda: len(served.server._processes.connected) == 1)
         assert honest.store(KEYS) == KEYS

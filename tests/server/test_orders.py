@@ -205,7 +205,7 @@ def test_an_id_that_is_used_twice_keeps_no_lease(tmp_path: Path) -> None:
         for _ in range(2):
             engine.look_up(KEYS, engine.begin("same"))
         engine.end(ReqContext("same"))
-        engine.step_until(lambda: not served.count(lambda host: sum(each.leases for each in host.sessions.values())))
+        engine.step_until(lambda: not served.count(lambda host: host.leases))
 
 
 def test_an_id_that_is_used_twice_keeps_the_leases_of_its_load(tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ def test_an_id_that_is_used_twice_keeps_the_leases_of_its_load(tmp_path: Path) -
         engine.end(context)
         engine.begin("same")
         engine.end(context)
-        assert served.count(lambda host: sum(each.leases for each in host.sessions.values())) == len(KEYS)
+        assert served.count(lambda host: host.leases) == len(KEYS)
         engine.manager.complete_load(KEYS, context)
-        engine.step_until(lambda: not served.count(lambda host: sum(each.leases for each in host.sessions.values())))
+        engine.step_until(lambda: not served.count(lambda host: host.leases))
 
 
 def test_blocks_that_a_queued_request_gets_are_not_evicted_for_its_next_one(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_blocks_that_a_queued_request_gets_are_not_evicted_for_its_next_one(tmp_
         served.engine().store(keys_of(1, first=200))
         assert served.count(lambda host: [key in host.manager.primary.blocks for key in queued].index(False)) == 2
         engine.end(leasing)
-        wait_until(lambda: served.count(lambda host: sum(each.leases for each in host.sessions.values())) == 3)
+        wait_until(lambda: served.count(lambda host: host.leases) == 3)
         assert engine.load(queued, late) == 3
 
 

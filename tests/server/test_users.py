@@ -87,12 +87,12 @@ def test_a_server_does_not_start_with_that_number(
 def test_who_is_refused_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path) as served:
         show(monkeypatch, tmp_path, "0 1000 1\n")
-        allowed, said = served.server._users, Users().refusal(65534)
-        monkeypatch.setattr(served.server, "_users", Users())
-        monkeypatch.setattr(served.server._users, "refusal", lambda _: said)
+        allowed, said = served.server._acceptor.users, Users().refusal(65534)
+        monkeypatch.setattr(served.server._acceptor, "users", Users())
+        monkeypatch.setattr(served.server._acceptor.users, "refusal", lambda _: said)
         with pytest.raises(TieredKVError, match="cannot tell who this process is"):
             served.engine()
-        served.server._users = allowed
+        served.server._acceptor.users = allowed
         assert served.engine().store(keys_of(4)) == keys_of(4)
 
 

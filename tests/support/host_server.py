@@ -153,15 +153,15 @@ class Served:
         """Close the connections of processes of a role, which go on."""
 
         def close() -> None:
-            for process in list(self.server._channels.values()):
+            for process in list(self.server._processes.connected.values()):
                 if process.hello is not None and process.hello.role == role:
-                    self.server._disconnect(process)
+                    self.server._processes.disconnect(process)
 
         self.server.call_soon(close)
 
     def rows_in_use(self) -> int:
         """Return how many rows engines have: leased, or granted."""
-        return self.count(lambda host: sum(each.leases + len(each.granted) for each in host.sessions.values()))
+        return self.count(lambda host: host.leases + host.granted)
 
 
 def packet(code: int, number: int = 0, count: int = 0, body: bytes = b"", flags: int = 0) -> bytes:

@@ -6,12 +6,13 @@ other side have a limit. What must stay true: messages travel whole, and arrive 
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Final
 
@@ -34,17 +35,25 @@ class Channel:
     Args:
         sock: A connected socket of packets; the channel closes it.
         limit_bytes: Bytes that may wait for the other side to read. Beyond it the connection fails.
+        on_unsent: Called when messages begin to wait for `flush`.
     """
 
-    def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        limit_bytes: int,
+        *,
+        on_unsent: Callable[[Channel], object] = lambda _: None,
+    ) -> None:
         sock.setblocking(False)
         self.sock = sock
         self._limit_bytes = limit_bytes
+        self._on_unsent = on_unsent
         self._packet = bytearray()
         self._packets: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._buffer = bytearray(PACKET_BYTES_MAX + 1)
-        self._view = memoryview(self._buffer)
+        self._received: deque[Message] = deque()
+        """Messages of the last packet that `receive` has not yielded yet."""
         self._readable = select.poll()  # cheaper than the exception of a socket that has nothing
         self._readable.register(sock, select.POLLIN)
 
@@ -75,6 +84,8 @@ class Channel:
             ProtocolError: Too much waits. From now on `flush` raises, too.
         """
         size = len(body)
+        if not self._packet or self._packets:
+            self._on_unsent(self)
         if len(self._packet) + HEADER.size + size > PACKET_BYTES_MAX:
             self._close_packet()
         self._packet += HEADER.pack(code, flags, count, number, size)
@@ -113,29 +124,41 @@ class Channel:
         self.add(REFUSED, body=why.encode(errors="replace"))
         self.send_waiting()
 
-    def receive(self, packets_max: int, *, is_expected: bool = False) -> Iterator[Message]:
+    def receive(self, packets_max: int, *, is_expected: bool = False, until_s: float = math.inf) -> Iterator[Message]:
         """Yield the messages of the packets that have come.
 
-        With `is_expected` a packet has probably come, and the first read is tried without a `poll`.
+        With `is_expected` a packet has probably come, and the first read is tried without a `poll`. At `until_s`, in
+        seconds of `time.monotonic`, the rest waits for the next call; `has_received` tells whether that has messages.
 
         Raises:
             ClosedError: The other side has closed the connection.
             ProtocolError: A packet has no whole messages.
         """
-        for number in range(packets_max):
-            if (number or not is_expected) and not self._readable.poll(0):
+        received, number = self._received, 0
+        while True:
+            while received:
+                yield received.popleft()
+                if until_s < math.inf and time.monotonic() >= until_s:
+                    return
+            if number == packets_max or ((number or not is_expected) and not self._readable.poll(0)):
                 return
+            number += 1
             try:
-                size = self.sock.recv_into(self._buffer)
+                packet = self.sock.recv(PACKET_BYTES_MAX + 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:  # the other side left our messages unread; its last ones follow (unix(7))
                 continue
             except OSError as error:
                 raise ClosedError(error.strerror or "closed") from error
-            if not size:
+            if not packet:
                 raise ClosedError("closed")
-            yield from messages_of(self._view[:size])
+            received.extend(messages_of(memoryview(packet)))
+
+    @property
+    def has_received(self) -> bool:
+        """Whether `receive` has messages that it has not yielded."""
+        return bool(self._received)
 
     def close(self) -> None:
         self.sock.close()

@@ -20,7 +20,8 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.server import protocol
 from tiered_kv.system.file_systems import is_held
 
-BACKLOG: Final = 64
+BACKLOG: Final = 1024
+"""Connections that wait to be accepted: a thousand engines may attach at once to a server that has come back."""
 LOCK_S: Final = 5.0
 """How long a server waits for another one that begins or ends in the same directory."""
 _LOCK_POLL_S: Final = 0.01

@@ -14,6 +14,8 @@ from tiered_kv.server.channel import Channel
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.session import Session
 
+READS_AFTER_END_MAX: Final = 256
+"""Limit of the passes that read messages of a process after its end: its child may have its socket, and send on."""
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; not in Python's socket module
 
 
@@ -31,7 +33,17 @@ class Process:
     session: Session | None = None
     """None until its stack is open."""
     is_connected: bool = True
+    """Whether this side has not closed the connection."""
     is_mapped: bool = False  # whether it has said MAPPED
+    has_ended: bool = False
+    """Whether the kernel has shown its end."""
+    is_closed: bool = False
+    """Whether it has closed its side of the connection. No message of it is left."""
+    is_unread: bool = False
+    """Whether the server will look for its messages."""
+    is_leaving: bool = False
+    """Whether the server will act on the end of the process or of its connection."""
+    reads_left: int = READS_AFTER_END_MAX
 
     @property
     def role(self) -> str:

@@ -107,7 +107,7 @@ class ClosedError(TieredKVError):
 
 
 class Message(NamedTuple):
-    """A message that has come. Its body is valid until the next packet is received."""
+    """A message that has come."""
 
     code: int
     flags: int

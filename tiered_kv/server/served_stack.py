@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
@@ -28,15 +27,16 @@ from tiered_kv.metrics.series import Snapshot, numbers
 from tiered_kv.metrics.vocabulary import SERVER
 from tiered_kv.server import protocol
 from tiered_kv.server.descriptors import needed_by
+from tiered_kv.server.ended import EndedRequests
 from tiered_kv.server.memory import Generations, HostRegion
 from tiered_kv.server.protocol import Welcome
 from tiered_kv.server.reset_file import ResetFile
-from tiered_kv.server.session_request import RowIndex
+from tiered_kv.server.session_request import RowIndex, SessionRequest
 from tiered_kv.stack.open import EngineStack
-from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.requests import STATES_MAX
 
 if TYPE_CHECKING:
+    from tiered_kv.server.session import Session
     from tiered_kv.stack.exporters.status import Observed
 
 GRANT_SHARE: Final = 256
@@ -84,25 +84,6 @@ class HostBackend(CPUBackend):
         self.generations.bump([block.block_id for block in blocks])
 
 
-class HostSession(Protocol):
-    """A session, as its namespace sees it."""
-
-    leases: int
-    cost: EngineCost
-    granted: dict[int, CPUBlock]
-
-    @property
-    def is_waiting(self) -> bool: ...
-
-    def answer_changed(self) -> None: ...
-
-    def answer_waiting(self) -> None: ...
-
-    def send(self, code: int, number: int = 0, count: int = 0) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class ServedStack:
     """A stack with rows that engines map. Made by any thread; then owned by the server's.
 
@@ -144,10 +125,17 @@ class ServedStack:
         self.manager = self.stack.manager
         self._history = self.stack.history
         self.index = RowIndex(self.manager.primary.blocks, self.generations.values)
-        self.sessions: dict[str, HostSession] = {}
+        self.sessions: dict[str, Session] = {}
+        self.changed: dict[Session, None] = {}
+        """Sessions with requests to answer in this step. A step looks at no other session but the next ones."""
+        self.waiting: dict[Session, None] = {}
+        """Sessions that may be answered without a further message. One that waits no more stays until the step."""
+        self.ended = EndedRequests(self)
+        self._slowest: Session | None = None
+        """The session whose engine computes the slowest, as far as is known."""
         self._steps = 0
-        self.requests = self.keys = 0
-        """Requests of all sessions, and their keys."""
+        self.requests = self.keys = self.leases = self.granted = 0
+        """Requests of all sessions, their keys, and the rows that are leased and granted to them. `ended` has some."""
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)
         self._seen_ready_rows = 0
         """The number of ready rows at the last step."""
@@ -166,8 +154,7 @@ class ServedStack:
     @property
     def grant_room(self) -> int:
         """Rows that all sessions together may still be granted."""
-        granted = sum(len(each.granted) for each in self.sessions.values())
-        return self.region.ready_rows // GRANTS_MAX_SHARE - granted
+        return self.region.ready_rows // GRANTS_MAX_SHARE - self.granted
 
     def check_grant(self, wanted: int) -> None:
         """Refuse a session that wants more rows than all sessions together can ever have.
@@ -191,23 +178,21 @@ class ServedStack:
     @property
     def lease_room(self) -> int:
         """Rows that all sessions together may still lease."""
-        leases_max = max(1, int(self.region.ready_rows * LEASES_MAX_SHARE))
-        return max(0, leases_max - sum(each.leases for each in self.sessions.values()))
+        return max(0, max(1, int(self.region.ready_rows * LEASES_MAX_SHARE)) - self.leases)
 
     def observed(self) -> Observed:
         """Return the objects that exporters read. Any thread may call."""
         return dataclasses.replace(self.stack.observed(), snapshot=self._snapshot)
 
     def _snapshot(self) -> Snapshot:
-        snapshot, sessions = self.stack.snapshot(), list(self.sessions.values())
         gauges = {
-            "sessions": len(sessions),
-            "leased_blocks": sum(each.leases for each in sessions),
-            "granted_blocks": sum(len(each.granted) for each in sessions),
+            "sessions": len(self.sessions),
+            "leased_blocks": self.leases,
+            "granted_blocks": self.granted,
             "lacks_huge_pages": int(not self.region.has_huge_pages),
             "ready_bytes": self.region.ready_rows * self.region.block_bytes,
         }
-        return snapshot.with_families(PRIMARY_NAME, numbers(SERVER, gauges))
+        return self.stack.snapshot().with_families(PRIMARY_NAME, numbers(SERVER, gauges))
 
     @property
     def region(self) -> HostRegion:
@@ -227,7 +212,7 @@ class ServedStack:
         """Whether the next step may find something without a message."""
         has_jobs = self.manager.jobs_in_flight or (self._history is not None and self._history.has_work)
         is_sweeping = self.manager.primary.is_sweeping
-        return bool(has_jobs) or is_sweeping or any(session.is_waiting for session in self.sessions.values())
+        return bool(has_jobs or is_sweeping or self.waiting or self.ended)
 
     def welcome(self) -> Welcome:
         usable = self.config.primary_blocks if self.region.is_allocating else max(1, self.region.ready_rows)
@@ -256,7 +241,7 @@ class ServedStack:
         if self._resets_seen != self._resets_begun:
             self.look_for_resets()
 
-    def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
+    def step(self, on_error: Callable[[Session, Exception], None]) -> None:
         """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
         self._steps += 1
         if self._seen_ready_rows != self.region.ready_rows:
@@ -266,32 +251,53 @@ class ServedStack:
         if not self._has_noted_resets and has_all and self.manager.has_saved_reset:
             self._has_noted_resets = True
             self._resets.note_written(self._resets_begun)
-        sessions = list(self.sessions.values())
+        sessions = [*(self.waiting | self.changed)]
+        self.changed.clear()
         first = self._steps % max(1, len(sessions))
         for session in sessions[first:] + sessions[:first]:  # none is always the first to take the leases that are left
             _try(session, session.answer_changed, on_error)
         self.manager.on_schedule_end()
-        for session in sessions:
-            if session.is_waiting:
-                _try(session, session.answer_waiting, on_error)
+        for session in [*self.waiting]:
+            _try(session, session.answer_waiting, on_error)
+            if not session.is_waiting:
+                self.waiting.pop(session, None)
+        if self.ended:
+            self.ended.sweep()
 
     def work(self, *, is_idle: bool) -> None:
         """Let the history work a little; unless the server `is_idle`, only if it has too much to do."""
         if self._history is not None:
             self._history.work(is_idle=is_idle)
 
-    def show_costs(self) -> None:
-        """Show in the metrics what computing costs the slowest engine: loads save that engine the most."""
-        costs = [each.cost for each in self.sessions.values() if each.cost.is_known]
-        if costs and self.config.is_prefill_measured:
-            self.manager.shown_cost = max(costs, key=attrgetter("block_s"))
+    def show_cost(self, session: Session) -> None:
+        """Show in the metrics what computing costs the slowest engine, after one's cost has changed.
+
+        Loads save that engine the most.
+        """
+        slowest = self._slowest
+        if not self.config.is_prefill_measured or not session.cost.is_known:
+            return
+        if slowest is None or session.cost.block_s >= slowest.cost.block_s:
+            self._slowest = session
+        elif slowest is session:  # it may be another one now
+            known = [each for each in self.sessions.values() if each.cost.is_known]
+            self._slowest = max(known, key=lambda each: each.cost.block_s, default=None)
+        if self._slowest is not None:
+            self.manager.shown_cost = self._slowest.cost
+
+    def leave(self, session: Session) -> None:
+        """Forget a session in what steps look at; it may come back."""
+        self.changed.pop(session, None)
+        self.waiting.pop(session, None)
+        if self._slowest is session:
+            self._slowest = None
 
     def look_for_resets(self) -> None:
         """Carry out the resets that only the file asks for: its process ended, or knew no server."""
         if self._resets.asked() != self._resets_begun:
             self.reset(None)
 
-    def reset(self, by: HostSession | None, number: int = 0) -> None:
+    def reset(self, by: Session | None, number: int = 0) -> None:
         """Forget every block, and tell all engines.
 
         Args:
@@ -323,6 +329,14 @@ class ServedStack:
         """Free rows that were granted."""
         self._backend.free_all(blocks)
 
+    def end_leases(self, request: SessionRequest, rows: Sequence[int]) -> None:
+        """End a request's leases of these rows."""
+        if rows:
+            for row in rows:
+                del request.leased[row]
+            self.leases -= len(rows)
+            self.manager.end_leases(self.blocks_of(rows), request.context)
+
     def blocks_of(self, rows: Iterable[int]) -> list[CPUBlock]:
         """Return the block of each row."""
         return list(map(self._backend.made.__getitem__, rows))
@@ -335,6 +349,7 @@ class ServedStack:
         """Close the stack. Engines keep their mappings, and this process writes no row any more."""
         for session in self.sessions.values():
             session.close()
+        self.ended.sweep_all()
         self.region.stop_allocating()
         self.stack.close(timeout)
         if not self._has_noted_resets and self.manager.has_saved_reset:
@@ -343,7 +358,7 @@ class ServedStack:
         self.generations.close()
 
 
-def _try(session: HostSession, call: Callable[[], None], on_error: Callable[[HostSession, Exception], None]) -> None:
+def _try(session: Session, call: Callable[[], None], on_error: Callable[[Session, Exception], None]) -> None:
     try:
         call()
     except Exception as error:  # a mistake of ours must not end the cache of the other engines

@@ -93,11 +93,12 @@ class Session:
                 self.channel.add(code, number, count, body)
 
     def close(self) -> None:
-        """Give back all rows: no process of the session copies any more."""
-        for request in list(self.requests.values()):
-            self._finish(request)
-        self.host.free(self.granted.values())
-        self.granted.clear()
+        """Give back all rows, in later steps: no process of the session copies any more."""
+        self.host.ended.add(self.requests.values(), self.granted.values())
+        self.host.leave(self)
+        self.requests, self.waiting, self.changed, self.granted = {}, {}, {}, {}
+        self.questions = Questions()
+        self.leases = self._keys = 0
 
     # Once a step.
 
@@ -146,6 +147,7 @@ class Session:
                 f"expected at most {REQUESTS_MAX} requests at a time, {REQUESTS_ALL_MAX} of all engines"
             )
         context = ReqContext(f"{self.name}/{message.number}/{name}", None if hints is None else params_of(hints))
+        self.host.ended.forget_id(context.req_id)
         self.requests[message.number] = SessionRequest(message.number, context, epoch)
         self.host.requests += 1
 
@@ -167,6 +169,7 @@ class Session:
             return
         if message.flags & protocol.ONLY_STORED:
             self.questions.ask(request, protocol.split_keys(message.body, count))
+            self.host.waiting[self] = None
             return
         protocol.key_bytes_of(message.body, count)
         if len(request.codes) + count > protocol.REQUEST_KEYS_MAX:
@@ -177,7 +180,12 @@ class Session:
         request.is_ahead, request.is_prefix = bool(message.flags & protocol.AHEAD), message.flags == protocol.AS_PREFIX
         request.unsplit.append((bytes(message.body), count))
         request.codes += protocol.codes_of(protocol.MISSING if request.has_hole else protocol.WAITING, count)
+        self._change(request)
+
+    def _change(self, request: SessionRequest) -> None:
+        """Answer a request in this step."""
         self.changed[request.number] = request
+        self.host.changed[self] = None
 
     def _expect(self, message: Message) -> None:
         request = self._request(message)
@@ -189,17 +197,18 @@ class Session:
         if not (block_s >= 0 and all(0 <= each < math.inf for each in (growth_s, backlog_s, notice_s))):
             raise ProtocolError("expected the cost of computing in seconds")
         self.cost.take(EngineCost(block_s, growth_s, backlog_s, notice_s, stalled))
-        self.host.show_costs()
+        self.host.show_cost(self)
         request.is_ahead, request.told = False, request.codes[:0]  # the engine waits for an answer, even the same
         self.host.manager.end_prefetch(request.context)
         self.host.manager.expect(blocks, request.context, before=before, is_whole=bool(is_whole))
-        self.changed[request.number] = request
+        self._change(request)
 
     def _release(self, message: Message) -> None:
         request, rows = self._request(message), protocol.split_rows(message.body, message.items)
         if len(set(rows)) < len(rows) or not request.leased.keys() >= set(rows):
             raise ProtocolError(f"request {request.number} has no lease of a row")
-        self._end_leases(request, rows)
+        self.leases -= len(rows)
+        self.host.end_leases(request, rows)
 
     def _commit(self, message: Message) -> None:
         request = self._request(message)
@@ -216,6 +225,8 @@ class Session:
 
     def _grant(self, message: Message) -> None:
         self.host.check_grant(message.number)
+        if self.host.ended:
+            self.host.ended.sweep(min(message.number, protocol.ROWS_MAX))  # it may have all rows that are left
         wanted = min(message.number, self.host.grant_max - len(self.granted), self.host.grant_room, protocol.ROWS_MAX)
         blocks: list[CPUBlock] | None = None
         if wanted > 0:
@@ -229,6 +240,7 @@ class Session:
     def _ping(self, message: Message) -> None:
         if message.flags & protocol.WHEN_IDLE:
             self.questions.ask_idle(message.number)
+            self.host.waiting[self] = None
         else:
             self.send(protocol.PONG, message.number)
 
@@ -329,6 +341,7 @@ class Session:
             while codes[request.answered] != protocol.WAITING:
                 request.answered += 1
             self.waiting[request.number] = request
+            self.host.waiting[self] = None
             if codes[first:] != request.told:
                 self._tell(request, first)
             request.told = codes[request.answered :]
@@ -343,6 +356,7 @@ class Session:
                 rows = dict.fromkeys(row for row in rows if row not in request.leased)
             request.leased |= rows
             self.leases += len(rows)
+            self.host.leases += len(rows)
             self.host.manager.lease(self.host.blocks_of(rows), request.context)
 
     def _tell(self, request: SessionRequest, first: int) -> None:
@@ -361,20 +375,12 @@ class Session:
     # Rows.
 
     def _finish(self, request: SessionRequest) -> None:
-        self._end_leases(request, [*request.leased])
         for requests in (self.requests, self.waiting, self.changed):
             requests.pop(request.number, None)
-        self.host.requests -= 1
-        self._count_keys(-len(request.codes))
+        self.leases -= len(request.leased)
+        self._keys -= len(request.codes)
         self.questions.forget(request)
-        self.host.manager.on_request_finished(request.context)
-
-    def _end_leases(self, request: SessionRequest, rows: Sequence[int]) -> None:
-        if rows:
-            for row in rows:
-                del request.leased[row]
-            self.leases -= len(rows)
-            self.host.manager.end_leases(self.host.blocks_of(rows), request.context)
+        self.host.ended.end(request)
 
     def _count_keys(self, count: int) -> None:
         self._keys += count
@@ -383,11 +389,13 @@ class Session:
     def _take_granted(self, rows: Sequence[int]) -> list[CPUBlock]:
         if len(set(rows)) < len(rows) or not all(row in self.granted for row in rows):
             raise ProtocolError("a row was not granted to the session")
+        self.host.granted -= len(rows)
         return [self.granted.pop(row) for row in rows]
 
     def _give(self, blocks: Sequence[CPUBlock]) -> None:
         """Grant rows, which the engine may write from now on."""
         self.granted.update((block.block_id, block) for block in blocks)
+        self.host.granted += len(blocks)
         rows = [block.block_id for block in blocks]
         self.send(protocol.GRANTED, 0, len(rows), protocol.pack_rows(rows))
 
