@@ -71,7 +71,7 @@ class Client:
         self.sock.connect(str(passes.path))
         self.send(protocol.HELLO, body=protocol.to_json(Hello(name, "scheduler")))
         passes.until(lambda: name in passes.host.sessions)
-        self.session: Session = passes.host.sessions[name]
+        self.session = passes.host.sessions[name]
         self._end_fd = passes.last_end()
         passes.server.serve_once(0)
         _, fds, _, _ = socket.recv_fds(self.sock, 1 << 16, 3)

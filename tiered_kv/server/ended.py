@@ -8,15 +8,12 @@ as leased or granted. A request's end is told to the manager behind the end of i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.server.session_request import SessionRequest
-
-if TYPE_CHECKING:
-    from tiered_kv.server.served_stack import ServedStack
 
 SWEEP_ROWS: Final = 512
 """Rows of one sweep, which takes half a millisecond."""
@@ -28,11 +25,18 @@ class EndedRequests:
     """Requests that have ended, and granted rows of ended sessions.
 
     Args:
-        host: The namespace. Its counts of leases, grants, requests and keys fall with each sweep.
+        end_leases: Ends a request's leases of rows.
+        end_request: Ends a request without leases.
+        free: Frees granted rows.
     """
 
-    def __init__(self, host: ServedStack) -> None:
-        self._host = host
+    def __init__(
+        self,
+        end_leases: Callable[[SessionRequest, Sequence[int]], None],
+        end_request: Callable[[SessionRequest], None],
+        free: Callable[[Collection[CPUBlock]], None],
+    ) -> None:
+        self._end_leases, self._end_request, self._free = end_leases, end_request, free
         self._requests: dict[str, SessionRequest] = {}
         """By the id that the manager knows."""
         self._granted: deque[CPUBlock] = deque()
@@ -64,14 +68,13 @@ class EndedRequests:
         rows = max(SWEEP_ROWS, rows_min)
         while rows > 0 and self._granted:
             part = [self._granted.popleft() for _ in range(min(rows, len(self._granted)))]
-            self._host.granted -= len(part)
-            self._host.free(part)
+            self._free(part)
             rows -= len(part)
         while rows > 0 and self._requests:
             req_id, request = self._requests.popitem()
             if len(request.leased) > rows:
                 self._requests[req_id] = request
-                self._host.end_leases(request, list(islice(request.leased, rows)))
+                self._end_leases(request, list(islice(request.leased, rows)))
                 return
             rows -= _REQUEST_ROWS + len(request.leased)
             self._end(request)
@@ -81,8 +84,5 @@ class EndedRequests:
             self.sweep()
 
     def _end(self, request: SessionRequest) -> None:
-        host = self._host
-        host.end_leases(request, [*request.leased])
-        host.requests -= 1
-        host.keys -= len(request.codes)
-        host.manager.on_request_finished(request.context)
+        self._end_leases(request, [*request.leased])
+        self._end_request(request)

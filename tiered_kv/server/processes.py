@@ -61,7 +61,7 @@ class Processes:
         self._all: dict[Process, None] = {}
         self._unknown: dict[Process, None] = {}
         """Those that have sent no HELLO, the first to connect first."""
-        self._of: dict[Session, list[Process]] = {}
+        self._of: dict[object, list[Process]] = {}
         """By session; a process without one is in none of the lists."""
         self._leaving: deque[Process] = deque()
         """Those whose end, or end of the connection, was seen and not acted on. A process that has `is_leaving` is here
@@ -116,6 +116,7 @@ class Processes:
         session = host.sessions.get(hello.name)
         if session is None:
             session = host.sessions[hello.name] = Session(hello.name, host)
+        assert isinstance(session, Session)
         if hello.role == "scheduler":
             self._replace_scheduler(process, session)
             session.channel = process.channel
@@ -147,8 +148,8 @@ class Processes:
             with suppress(ProtocolError):  # a client that does not read loses its connection elsewhere
                 process.channel.add(protocol.WORKERS, workers, count=session.channel is not None)
 
-    def _of_session(self, session: Session | None) -> list[Process]:
-        return [] if session is None else [*self._of.get(session, ())]
+    def _of_session(self, session: object) -> list[Process]:
+        return [*self._of.get(session, ())]
 
     # The end of a connection, a process, a session.
 

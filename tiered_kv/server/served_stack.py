@@ -16,7 +16,7 @@ import dataclasses
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
@@ -33,10 +33,10 @@ from tiered_kv.server.protocol import Welcome
 from tiered_kv.server.reset_file import ResetFile
 from tiered_kv.server.session_request import RowIndex, SessionRequest
 from tiered_kv.stack.open import EngineStack
+from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.requests import STATES_MAX
 
 if TYPE_CHECKING:
-    from tiered_kv.server.session import Session
     from tiered_kv.stack.exporters.status import Observed
 
 GRANT_SHARE: Final = 256
@@ -84,6 +84,27 @@ class HostBackend(CPUBackend):
         self.generations.bump([block.block_id for block in blocks])
 
 
+class HostSession(Protocol):
+    """A session, as its namespace sees it."""
+
+    cost: EngineCost
+    granted: dict[int, CPUBlock]
+    requests: dict[int, SessionRequest]
+    changed: dict[int, SessionRequest]
+    leases: int
+
+    @property
+    def is_waiting(self) -> bool: ...
+
+    def answer_changed(self) -> None: ...
+
+    def answer_waiting(self) -> None: ...
+
+    def send(self, code: int, number: int = 0, count: int = 0) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class ServedStack:
     """A stack with rows that engines map. Made by any thread; then owned by the server's.
 
@@ -125,13 +146,13 @@ class ServedStack:
         self.manager = self.stack.manager
         self._history = self.stack.history
         self.index = RowIndex(self.manager.primary.blocks, self.generations.values)
-        self.sessions: dict[str, Session] = {}
-        self.changed: dict[Session, None] = {}
+        self.sessions: dict[str, HostSession] = {}
+        self.changed: dict[HostSession, None] = {}
         """Sessions with requests to answer in this step. A step looks at no other session but the next ones."""
-        self.waiting: dict[Session, None] = {}
+        self.waiting: dict[HostSession, None] = {}
         """Sessions that may be answered without a further message. One that waits no more stays until the step."""
-        self.ended = EndedRequests(self)
-        self._slowest: Session | None = None
+        self.ended = EndedRequests(self.end_leases, self._end_request, self._free_granted)
+        self._slowest: HostSession | None = None
         """The session whose engine computes the slowest, as far as is known."""
         self._steps = 0
         self.requests = self.keys = self.leases = self.granted = 0
@@ -241,7 +262,7 @@ class ServedStack:
         if self._resets_seen != self._resets_begun:
             self.look_for_resets()
 
-    def step(self, on_error: Callable[[Session, Exception], None]) -> None:
+    def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
         """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
         self._steps += 1
         if self._seen_ready_rows != self.region.ready_rows:
@@ -269,7 +290,7 @@ class ServedStack:
         if self._history is not None:
             self._history.work(is_idle=is_idle)
 
-    def show_cost(self, session: Session) -> None:
+    def show_cost(self, session: HostSession) -> None:
         """Show in the metrics what computing costs the slowest engine, after one's cost has changed.
 
         Loads save that engine the most.
@@ -285,7 +306,7 @@ class ServedStack:
         if self._slowest is not None:
             self.manager.shown_cost = self._slowest.cost
 
-    def leave(self, session: Session) -> None:
+    def leave(self, session: HostSession) -> None:
         """Forget a session in what steps look at; it may come back."""
         self.changed.pop(session, None)
         self.waiting.pop(session, None)
@@ -297,7 +318,7 @@ class ServedStack:
         if self._resets.asked() != self._resets_begun:
             self.reset(None)
 
-    def reset(self, by: Session | None, number: int = 0) -> None:
+    def reset(self, by: HostSession | None, number: int = 0) -> None:
         """Forget every block, and tell all engines.
 
         Args:
@@ -337,6 +358,15 @@ class ServedStack:
             self.leases -= len(rows)
             self.manager.end_leases(self.blocks_of(rows), request.context)
 
+    def _end_request(self, request: SessionRequest) -> None:
+        self.requests -= 1
+        self.keys -= len(request.codes)
+        self.manager.on_request_finished(request.context)
+
+    def _free_granted(self, blocks: Collection[CPUBlock]) -> None:
+        self.granted -= len(blocks)
+        self.free(blocks)
+
     def blocks_of(self, rows: Iterable[int]) -> list[CPUBlock]:
         """Return the block of each row."""
         return list(map(self._backend.made.__getitem__, rows))
@@ -358,7 +388,7 @@ class ServedStack:
         self.generations.close()
 
 
-def _try(session: Session, call: Callable[[], None], on_error: Callable[[Session, Exception], None]) -> None:
+def _try(session: HostSession, call: Callable[[], None], on_error: Callable[[HostSession, Exception], None]) -> None:
     try:
         call()
     except Exception as error:  # a mistake of ours must not end the cache of the other engines

@@ -176,7 +176,8 @@ class Session:
             raise ProtocolError(f"expected at most {protocol.REQUEST_KEYS_MAX} keys of a request")
         if self._keys + count > KEYS_MAX or self.host.keys + count > KEYS_ALL_MAX:
             raise ProtocolError(f"expected at most {KEYS_MAX} keys of all requests, {KEYS_ALL_MAX} of all engines")
-        self._count_keys(count)
+        self._keys += count
+        self.host.keys += count
         request.is_ahead, request.is_prefix = bool(message.flags & protocol.AHEAD), message.flags == protocol.AS_PREFIX
         request.unsplit.append((bytes(message.body), count))
         request.codes += protocol.codes_of(protocol.MISSING if request.has_hole else protocol.WAITING, count)
@@ -294,7 +295,7 @@ class Session:
         if request.epoch != self.host.epoch or request.context.kv_transfer_params:  # the request may skip loads
             self._introduce(request)
         if self.host.manager.loads_nothing(request.context):
-            self._end_prefix(request, first)
+            request.cut(first)
             self._answer(request, [])
             return
         # Hot path: few passes over the keys of a prompt, while its engine's step waits for the answer.
@@ -309,7 +310,7 @@ class Session:
             for block in self.host.blocks_of(rows):
                 block.step = self.host.manager.primary.step  # promoting the next one evicts none of these
             if self.host.manager.lookup_many([request.keys[end]], request.context) == [False]:
-                self._end_prefix(request, end)
+                request.cut(end)
         self._answer(request, rows)
         if indexed < end:
             index.note(request.keys[first:end], rows)
@@ -322,10 +323,6 @@ class Session:
         if pins and min(pins) < 0:  # that block is being written
             del ready[next(at for at, count in enumerate(pins) if count < 0) :]
         return list(map(_row_of, ready))
-
-    def _end_prefix(self, request: SessionRequest, index: int) -> None:
-        """Note that a block is missing, and with it all blocks behind it."""
-        request.codes[index:] = protocol.codes_of(protocol.MISSING, len(request.codes) - index)
 
     @property
     def _lease_room(self) -> int:
@@ -363,8 +360,9 @@ class Session:
         sources = self.host.manager.sources_of(request.context)
         for start in range(first, len(request.codes), protocol.ROWS_MAX):
             part = request.codes[start : start + protocol.ROWS_MAX]
-            keys = request.keys[start : start + protocol.ROWS_MAX] if sources else []
-            tiers = self.host.tiers_of(keys, sources) if sources else bytes(len(part))
+            tiers = (
+                self.host.tiers_of(request.keys[start : start + len(part)], sources) if sources else bytes(len(part))
+            )
             body = protocol.START.pack(start) + part.tobytes() + tiers
             self.send(protocol.ANSWER, request.number, len(part), body)
         if self.channel is not None:
@@ -381,10 +379,6 @@ class Session:
         self._keys -= len(request.codes)
         self.questions.forget(request)
         self.host.ended.end(request)
-
-    def _count_keys(self, count: int) -> None:
-        self._keys += count
-        self.host.keys += count
 
     def _take_granted(self, rows: Sequence[int]) -> list[CPUBlock]:
         if len(set(rows)) < len(rows) or not all(row in self.granted for row in rows):

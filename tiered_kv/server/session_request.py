@@ -77,6 +77,10 @@ class SessionRequest:
             if self.codes[index] == protocol.WAITING:
                 self.codes[index] = protocol.MISSING
 
+    def cut(self, index: int) -> None:
+        """Note that a block is missing, and with it all blocks behind it."""
+        self.codes[index:] = protocol.codes_of(protocol.MISSING, len(self.codes) - index)
+
     def take_head(
         self, asked: Sequence[int], answers: Sequence[bool | None], room: int, blocks: Mapping[OffloadKey, CPUBlock]
     ) -> tuple[list[int], int]:
