@@ -226,8 +226,7 @@ class Session:
 
     def _grant(self, message: Message) -> None:
         self.host.check_grant(message.number)
-        if self.host.ended:
-            self.host.ended.sweep(min(message.number, protocol.ROWS_MAX))  # it may have all rows that are left
+        self.host.ended.sweep(min(message.number, protocol.ROWS_MAX))  # it may have all rows that are left
         wanted = min(message.number, self.host.grant_max - len(self.granted), self.host.grant_room, protocol.ROWS_MAX)
         blocks: list[CPUBlock] | None = None
         if wanted > 0:
@@ -360,9 +359,8 @@ class Session:
         sources = self.host.manager.sources_of(request.context)
         for start in range(first, len(request.codes), protocol.ROWS_MAX):
             part = request.codes[start : start + protocol.ROWS_MAX]
-            tiers = (
-                self.host.tiers_of(request.keys[start : start + len(part)], sources) if sources else bytes(len(part))
-            )
+            keys = request.keys[start : start + len(part)] if sources else ()
+            tiers = self.host.tiers_of(keys, sources) or bytes(len(part))
             body = protocol.START.pack(start) + part.tobytes() + tiers
             self.send(protocol.ANSWER, request.number, len(part), body)
         if self.channel is not None:
