@@ -115,7 +115,7 @@ class BlockFiles:
         """The newest failure, until a block is stored. Any thread."""
         return self._failures.newest
 
-    def explain(self, reason: str) -> str:
+    def explain(self, reason: str) -> str | None:
         """Return the last failure for a reason; see `SecondaryTierManager.explain_failure`. Any thread."""
         return self._failures.texts.of(reason)
 

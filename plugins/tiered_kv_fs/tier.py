@@ -135,7 +135,7 @@ class FsTier(AsyncTier):
         for warning in filter(None, (*self._directory.shortcomings, self._disk_warning())):
             _log.warning("tier '%s': %s", name, warning)
 
-    def explain_failure(self, reason: str) -> str:
+    def explain_failure(self, reason: str) -> str | None:
         return self._files.explain(reason) or self._grants.failure_texts.of(reason) or super().explain_failure(reason)
 
     # The event loop.

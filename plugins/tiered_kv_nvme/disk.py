@@ -106,6 +106,6 @@ class StoreCounters(Counters):
         self.add("io_errors_total")
         self._failures.note(operation, error)
 
-    def explain(self, reason: str) -> str:
+    def explain(self, reason: str) -> str | None:
         """Return the last failure for a reason; see `SecondaryTierManager.explain_failure`. Any thread."""
         return self._failures.texts.of(reason)

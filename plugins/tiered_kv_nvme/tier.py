@@ -80,7 +80,7 @@ class NvmeTier(BlockingTier):
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return [*self._store.contains(keys)]
 
-    def explain_failure(self, reason: str) -> str:
+    def explain_failure(self, reason: str) -> str | None:
         return self._store.counters.explain(reason) or super().explain_failure(reason)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

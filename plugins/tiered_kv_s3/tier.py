@@ -103,7 +103,7 @@ class S3Tier(BlockingTier):
         every_s = min(_TOUCH_S, settings.sweep_interval / 2, (settings.ttl or math.inf) / 4)
         self._touches = Touches(self._note_uses, f"tiered-kv-{name}-touches", every_s)
 
-    def explain_failure(self, reason: str) -> str:
+    def explain_failure(self, reason: str) -> str | None:
         return self._access.failure_texts.of(reason) or super().explain_failure(reason)
 
     # Worker threads.

@@ -81,11 +81,10 @@ def test_the_plugin_whose_entry_point_has_the_name_of_a_tier_has_it_before_other
     plugins = find_installed()
     first = plugins.resolve("wanted")
     errors = {state.plugin: state.error for state in plugins.states()}
-    assert (
-        "'wanted' is registered by plugin 'wanted' of wanted 1.0 and plugin 'copycat' of copycat 1.0"
-        in errors["copycat"]
+    assert "'wanted' is registered by plugin 'wanted' of wanted 1.0 and plugin 'copycat' of copycat 1.0" in str(
+        errors["copycat"]
     )
-    assert errors["wanted"] == ""
+    assert errors["wanted"] is None
     assert plugins.resolve("wanted") is plugins.tier_types()["wanted"] is first
 
 
@@ -102,7 +101,7 @@ def test_an_installed_plugin_is_found(install: Install) -> None:
     plugins = find_installed()
     assert plugins.resolve("outside").load() is FourMethodTier
     (state,) = [state for state in plugins.states() if state.plugin == "outsider"]
-    assert (state.distribution, state.error) == ("outsider 1.0", "")
+    assert (state.distribution, state.error) == ("outsider 1.0", None)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +123,7 @@ def test_a_broken_plugin_is_reported_and_costs_no_other(
     plugins = find_installed()
     assert "health" in plugins.tier_types()
     (state,) = [state for state in plugins.states() if state.plugin == "broken"]
+    assert state.error is not None
     assert reason in state.error
     assert "plugin 'broken' of broken 1.0 cannot be loaded" in caplog.text
     with pytest.raises(ConfigError, match=r"unknown tier type 'x'.*plugin 'broken' of broken 1\.0 cannot be loaded"):
@@ -186,7 +186,7 @@ def test_a_name_that_two_distributions_claim_is_an_error_that_names_both(install
     assert "plugin 'first' of first 1.0" in str(caught.value)
     assert "plugin 'second' of second 1.0" in str(caught.value)
     assert plugins.resolve("once")
-    conflicts = {state.plugin for state in plugins.states() if "uninstall one of them" in state.error}
+    conflicts = {state.plugin for state in plugins.states() if "uninstall one of them" in (state.error or "")}
     assert conflicts == {"first", "second"}
 
 
@@ -236,7 +236,7 @@ def test_the_built_in_tiers_come_through_entry_points_alone() -> None:
     origins = {state.plugin: state for state in tier_plugins().states()}
     for name in ("memory", "nvme"):
         assert origins[name].distribution.startswith("tiered-kv ")
-        assert origins[name].error == ""
+        assert origins[name].error is None
         assert [tier.name for tier in origins[name].tiers] == [name]
 
 

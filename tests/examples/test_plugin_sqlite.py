@@ -116,4 +116,4 @@ def test_the_example_installs_and_is_found(tmp_path: Path) -> None:
         timeout=60,
         env={**os.environ, "PYTHONPATH": search},
     )
-    assert ["sqlite", "tiered-kv-sqlite 1.0.0", ""] in json.loads(found.stdout)
+    assert ["sqlite", "tiered-kv-sqlite 1.0.0", None] in json.loads(found.stdout)

@@ -98,7 +98,7 @@ def test_each_line_has_what_the_tier_says_of_its_newest_failure(
     bench: Bench, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = {"unavailable": "the server is away;\n start it", "": "the server\tis silent"}
-    monkeypatch.setattr(ManualTier, "explain_failure", lambda tier, reason: said.get(reason, ""))
+    monkeypatch.setattr(ManualTier, "explain_failure", lambda tier, reason: said.get(reason))
     outage(bench, 0)
     assert "stores fail: the server is away; start it ('unavailable'). Its blocks" in log.lines(1)[0]
     recover(bench, 4)
@@ -112,7 +112,7 @@ def test_each_line_has_what_the_tier_says_of_its_newest_failure(
     assert "lookups fail, or are not answered in time: the server is silent. Its blocks" in log.lines(5)[0]
 
 
-@pytest.mark.parametrize("explained", [None, 5, b"bytes"])
+@pytest.mark.parametrize("explained", [None, "", " \n", 5, b"bytes"])
 def test_a_tier_that_explains_nothing_is_logged_with_its_reason(
     bench: Bench, log: Log, monkeypatch: pytest.MonkeyPatch, explained: object
 ) -> None:
@@ -163,9 +163,9 @@ def test_a_text_of_an_earlier_outage_is_not_given_again() -> None:
     texts = FailureTexts(clock)
     texts.note("timeout", "it is slow")
     texts.note(OF_LOOKUPS, "it is silent")
-    assert (texts.of("timeout"), texts.of(OF_LOOKUPS), texts.of("other")) == ("it is slow", "it is silent", "")
+    assert (texts.of("timeout"), texts.of(OF_LOOKUPS), texts.of("other")) == ("it is slow", "it is silent", None)
     clock.advance(AGE_MAX_S + 1)
-    assert texts.of("timeout") == texts.of(OF_LOOKUPS) == ""
+    assert texts.of("timeout") is texts.of(OF_LOOKUPS) is None
 
 
 def test_lookups_that_fail_are_named_as_the_cause(bench: Bench, log: Log) -> None:

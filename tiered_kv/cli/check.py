@@ -278,9 +278,10 @@ def _open_and_store(
         if left is not None:
             return _with_left(TierCheck(settings.name, settings.type, True, details=details), left)
         time_limit.begin(2 * _PROBE_S)
-        error = _store_one(tier, settings, region)
+        fault = _store_one(tier, settings, region)
         details = _described(tier, secrets)  # again: the store may have changed it
-        error += f"; {details['warning']}" if error and "warning" in details else ""
+        if fault is not None:
+            error = f"{fault}; {details['warning']}" if "warning" in details else fault
     except Exception as problem:  # a third-party tier may raise anything
         error = tier_error_text(problem, settings)
     return TierCheck(settings.name, settings.type, not error, error, details)
@@ -299,7 +300,7 @@ def _store_elsewhere(
         tier = open_tier(own_config(config), settings, region.kv_view)
         opened.callback(shut_down, [tier], config)
         time_limit.begin(2 * _PROBE_S)
-        is_stored = not _store_one(tier, settings, region)
+        is_stored = _store_one(tier, settings, region) is None
     time_limit.begin(2 * _PROBE_S)
     left = purge_own(config, [settings]).get(settings.name, "")
     return left if is_stored else None
@@ -310,14 +311,14 @@ def _lists_entries(settings: TierSettings) -> bool:
     return load is not None and issubclass(load(), ListingAdministration)
 
 
-def _store_one(tier: SecondaryTierManager, settings: TierSettings, region: PrimaryRegion) -> str:
-    """Store, find and load a block; return why that is not possible."""
+def _store_one(tier: SecondaryTierManager, settings: TierSettings, region: PrimaryRegion) -> str | None:
+    """Store, find and load a block. Return why that is not possible; None if it is."""
     probe = BenchSettings(blocks=1, batch=1, rounds=1, timeout_s=_PROBE_S)
     end_s = time.monotonic() + _PROBE_S
     while True:
         found = bench_tier(tier, settings.name, region.kv_view, probe)
         if found.ok:
-            return ""
+            return None
         if "allocating" not in found.reasons or time.monotonic() >= end_s:  # else a later try may succeed
             break
     done = "stored" if found.failed_stores else "loaded back" if found.failed_loads else "loaded back unchanged"

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> Status:
 
 def _plugins(args: argparse.Namespace) -> Status:
     states = tier_plugins().states()
-    broken = [state for state in states if state.error]
+    broken = [state for state in states if state.error is not None]
     found = [(state, tier) for state in states for tier in state.tiers if args.name in (None, tier.name)]
     if args.name is not None and not found:
         known = sorted(tier.name for state in states for tier in state.tiers)

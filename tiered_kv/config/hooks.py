@@ -158,7 +158,7 @@ class PluginState:
     """The name under which it was registered; for an installed plugin, its entry point's name."""
     distribution: str  # its name and version; empty if a program registered the plugin
     tiers: tuple[TierType, ...]
-    error: str = ""  # why the plugin, or one of its tier types, cannot be used; empty if it can
+    error: str | None = None  # why the plugin, or one of its tier types, cannot be used; None if all can be used
 
     @property
     def origin(self) -> str:
@@ -197,10 +197,10 @@ class TierPlugins:
         """
         self._load()
         state = self._read(name or str(getattr(plugin, "__name__", type(plugin).__name__)), "", lambda: plugin)
-        if state.error:
+        if state.error is not None:
             raise ConfigError(f"{state.origin} cannot be loaded: {state.error}")
         self._states.append(state)
-        if conflicts := self._conflicts(state):
+        if (conflicts := self._conflicts(state)) is not None:
             self.unregister(state.plugin)
             raise ConfigError(conflicts)
         return state
@@ -213,7 +213,10 @@ class TierPlugins:
     def states(self) -> list[PluginState]:
         """Return the state of every plugin, in the order they were loaded, with name conflicts as errors."""
         self._load()
-        return [dataclasses.replace(each, error=each.error or self._conflicts(each)) for each in self._states]
+        return [
+            dataclasses.replace(each, error=self._conflicts(each)) if each.error is None else each
+            for each in self._states
+        ]
 
     def tier_types(self) -> dict[str, TierType]:
         """Return the usable tier types by name, sorted."""
@@ -248,7 +251,7 @@ class TierPlugins:
         return tier_type
 
     def _unknown(self, name: str) -> str:
-        broken = [f"; {each.origin} cannot be loaded: {each.error}" for each in self._states if each.error]
+        broken = [f"; {each.origin} cannot be loaded: {each.error}" for each in self._states if each.error is not None]
         known, note = list(self.tier_types()), "".join(broken)
         return (
             f"unknown tier type '{name}'{suggestion(name, known)}; known: {', '.join(known) or 'none'}{note}; "
@@ -262,9 +265,9 @@ class TierPlugins:
                 state = self._read(*_origin(entry_point), entry_point.load)
                 self._waiting = [each for each in self._waiting if each is not entry_point]
                 self._states.append(state)
-                if state.error:
+                if state.error is not None:
                     _log.warning("%s cannot be loaded and is left out: %s", state.origin, state.error)
-                elif conflicts := self._conflicts(state):
+                elif (conflicts := self._conflicts(state)) is not None:
                     _log.warning("%s", conflicts)
 
     def _read(self, name: str, distribution: str, load: Callable[[], object]) -> PluginState:
@@ -283,8 +286,8 @@ class TierPlugins:
             found = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             return PluginState(name, distribution, (), found)
 
-    def _owner(self, name: str) -> tuple[TierType | None, str]:
-        """Return the tier type of a name, if one plugin owns it, and a message if several plugins have the name.
+    def _owner(self, name: str) -> tuple[TierType | None, str | None]:
+        """Return the tier type of a name, or None if no plugin alone owns it; and a message if several have the name.
 
         A plugin whose entry point has the name has precedence. So the answer does not depend on the plugins that are
         loaded.
@@ -293,12 +296,12 @@ class TierPlugins:
         owners = [tier for state, tier in claims if _is_named(state, name)] or [tier for _, tier in claims]
         origins = " and ".join(state.origin for state, _ in claims)
         conflict = f"tier type '{name}' is registered by {origins}; uninstall one of them"
-        return owners[0] if len(owners) == 1 else None, conflict if len(claims) > 1 else ""
+        return owners[0] if len(owners) == 1 else None, conflict if len(claims) > 1 else None
 
-    def _conflicts(self, state: PluginState) -> str:
-        """Return an error message about the names that `state` claims and other plugins have, or ""."""
+    def _conflicts(self, state: PluginState) -> str | None:
+        """Return an error message about the names that `state` claims and other plugins have; None without such."""
         owners = ((tier, *self._owner(tier.name)) for tier in state.tiers)
-        return "; ".join(conflict for tier, owner, conflict in owners if owner is not tier)
+        return "; ".join(conflict for tier, owner, conflict in owners if owner is not tier and conflict) or None
 
     def _tiers_of(self, plugin: object, name: str) -> tuple[TierType, ...]:
         """Register `plugin` with pluggy and return its tier types; on an error it is not registered."""

@@ -216,12 +216,12 @@ class SecondaryTierManager(ABC):
         """
         return 0
 
-    def explain_failure(self, reason: str) -> str:
-        """Return the last failure for a job's `reason` and its remedy, for the log; empty if the tier knows none.
+    def explain_failure(self, reason: str) -> str | None:
+        """Return the last failure for a job's `reason` and its remedy, for the log; None if the tier knows no failure.
 
         An empty reason stands for lookups. Reads memory only. A tier that is not `is_nonblocking` is not asked.
         """
-        return ""
+        return None
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         """Return `lookup` of each key, in order."""

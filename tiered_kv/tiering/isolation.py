@@ -180,8 +180,8 @@ class IsolatedTier(WrapperTier):
     def stats(self) -> Mapping[str, Any]:
         return self._stats
 
-    def explain_failure(self, reason: str) -> str:
-        return ""  # a call of the tier might take long
+    def explain_failure(self, reason: str) -> str | None:
+        return None  # a call of the tier might take long
 
     def shutdown(self) -> None:
         self._ensure_thread()

@@ -71,7 +71,8 @@ class Outages:
 
     def cause_of(self, is_promotion: bool, reason: Reason, word: str = "") -> str:
         """Return why a job failed, for the log; `word` is the tier's own for the reason, if it has one."""
-        said = self._explanation(word or reason.value) or reason.sentence
+        explanation = self._explanation(word or reason.value)
+        said = reason.sentence if explanation is None else explanation
         return f"{'loads' if is_promotion else 'stores'} fail: {said} ('{word or reason.value}')"
 
     def note_store(self, is_stored: bool, result: JobResult, now_s: float) -> None:
@@ -103,13 +104,15 @@ class Outages:
         after = f"after {rounded_seconds(seconds)}; meanwhile {lost.stores:,} blocks were not stored there"
         return f"tier '{self._tier}' has room again {after}"
 
-    def _explanation(self, reason: str) -> str:
+    def _explanation(self, reason: str) -> str | None:
+        """Return the tier's words on one line; None if it gives no text with a word."""
         explained = self._explain(reason)
-        return " ".join(explained.split())[:_EXPLANATION_CHARACTERS_MAX] if isinstance(explained, str) else ""
+        words = explained.split() if isinstance(explained, str) else []
+        return " ".join(words)[:_EXPLANATION_CHARACTERS_MAX] if words else None
 
     def _with_explanation(self, cause: str, reason: str) -> str:
         explanation = self._explanation(reason)
-        return f"{cause}: {explanation}" if explanation else cause
+        return cause if explanation is None else f"{cause}: {explanation}"
 
     def _say(self, line: str) -> None:
         self._lines.append(line)

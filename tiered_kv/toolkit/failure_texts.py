@@ -28,7 +28,10 @@ class FailureTexts:
         if reason in self._texts or len(self._texts) < KINDS_MAX:
             self._texts[reason] = text, self._clock()
 
-    def of(self, reason: str) -> str:
-        """Return the text for a reason, or `OF_LOOKUPS`; empty if there is none, or if it is too old."""
-        text, noted_s = self._texts.get(reason, ("", 0.0))
-        return text if self._clock() - noted_s <= AGE_MAX_S else ""
+    def of(self, reason: str) -> str | None:
+        """Return the text for a reason, or for `OF_LOOKUPS`; None without a text that is young enough."""
+        found = self._texts.get(reason)
+        if found is None:
+            return None
+        text, noted_s = found
+        return text if self._clock() - noted_s <= AGE_MAX_S else None

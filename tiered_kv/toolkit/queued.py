@@ -171,7 +171,7 @@ class QueuedTier(SecondaryTierManager):
             finished.append(result)
         return finished
 
-    def explain_failure(self, reason: str) -> str:
+    def explain_failure(self, reason: str) -> str | None:
         return self._failure_texts.of(reason)
 
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -106,7 +106,7 @@ def test_what_fails_is_explained_with_the_newest_words_of_the_server(
     rig = open_redis(4096, url=redis_server.url)
     redis_server.call("CONFIG", "SET", "maxmemory", "1")
     assert not rig.store(make_keys(2)).success
-    assert "has no memory left" in rig.tier.explain_failure("no_space")
+    assert "has no memory left" in str(rig.tier.explain_failure("no_space"))
     redis_server.call("CONFIG", "SET", "maxmemory", "0")
     for words in ("read only replica", "good replicas"):
         if words == "good replicas":
@@ -115,5 +115,5 @@ def test_what_fails_is_explained_with_the_newest_words_of_the_server(
         else:
             redis_server.call("REPLICAOF", "127.0.0.1", "1")
         assert not rig.store(make_keys(2)).success
-        assert words in rig.tier.explain_failure("readonly")
-    assert rig.tier.explain_failure("auth") == ""
+        assert words in str(rig.tier.explain_failure("readonly"))
+    assert rig.tier.explain_failure("auth") is None

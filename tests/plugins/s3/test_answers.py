@@ -289,5 +289,5 @@ def test_a_full_server_stores_nothing_and_goes_on_serving(
     result = rig.store(after)
     assert (result.success, result.reason) == (False, "no_space")
     assert server.count("PUT") == puts + 1  # another attempt would not help
-    assert f"has no room left ({code}" in rig.tier.explain_failure("no_space")
+    assert f"has no room left ({code}" in str(rig.tier.explain_failure("no_space"))
     assert rig.load(before) == set(before)
