@@ -15,7 +15,7 @@ import numpy as np
 
 from tiered_kv.metrics.counters import Counters
 from tiered_kv.system.file_systems import allocate
-from tiered_kv.system.threads import give_way
+from tiered_kv.system.step import give_way
 from tiered_kv.toolkit.codecs import HUGE_PAGE_BYTES, ThreadBuffer
 from tiered_kv.toolkit.small_files import FirstFailures, write_all
 from tiered_kv_nvme.layout import PAGE_BYTES

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tiered_kv.base import OffloadKey
 from tiered_kv.reasons import UNREADABLE, Reason, RecordStatus
 from tiered_kv.system.file_systems import is_of_place
-from tiered_kv.system.threads import give_way
+from tiered_kv.system.step import give_way
 from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.small_files import read_all

@@ -20,7 +20,8 @@ from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import TieredKVError
 from tiered_kv.system.file_systems import is_of_place
 from tiered_kv.system.log_limit import LogLimit
-from tiered_kv.system.threads import give_way, start_thread
+from tiered_kv.system.step import give_way
+from tiered_kv.system.threads import start_thread
 from tiered_kv.toolkit.codecs import Draft
 from tiered_kv.toolkit.small_files import has_name, told
 from tiered_kv_nvme.disk import StoreCounters

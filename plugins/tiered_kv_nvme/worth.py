@@ -23,7 +23,7 @@ import xxhash
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, LEVELS, HitDensity, Table
-from tiered_kv.system.threads import give_way
+from tiered_kv.system.step import give_way
 from tiered_kv_nvme.layout import EntryTable
 from tiered_kv_nvme.segment import Segment
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tiered_kv.base import OffloadKey
 from tiered_kv.reasons import Reason
 from tiered_kv.system.file_systems import is_of_place, is_stuck
-from tiered_kv.system.threads import give_way
+from tiered_kv.system.step import give_way
 from tiered_kv.toolkit.codecs import CodecSet, Draft, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv.toolkit.small_files import write_all

@@ -27,7 +27,7 @@ from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.engines.prefill_meter import PROMPT_TOKENS_MIN, PrefillMeter
 from tiered_kv.metrics.series import CounterView
 from tiered_kv.stack.open import EngineStack
-from tiered_kv.system.threads import STEP
+from tiered_kv.system.step import STEP
 from tiered_kv.tiering.interface import CacheManager
 from tiered_kv_vllm.attached import HostCache
 from tiered_kv_vllm.metrics import CounterReport, hit_source, vllm_events

@@ -16,8 +16,7 @@ import pytest
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, PATIENT, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.stack.open import EngineStack, open_engine_stack
-from tiered_kv.system import threads
-from tiered_kv.system.threads import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
+from tiered_kv.system.step import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -70,7 +69,7 @@ def replace_time(monkeypatch: pytest.MonkeyPatch, computed_s: Callable[[float], 
         pthread_getcpuclockid=lambda thread: 7,
         clock_gettime=lambda clock_id: computed_s(now_s[0]),
     )
-    monkeypatch.setattr(threads, "time", clock)
+    monkeypatch.setattr(step_module, "time", clock)
     return now_s
 
 
@@ -79,7 +78,7 @@ def test_stores_wait_while_the_engine_computes_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch, used_s: float, waited_s: float
 ) -> None:
     now_s = replace_time(monkeypatch, lambda at_s: min(at_s - 100.0, used_s))
-    monkeypatch.setattr(threads, "STEP", step := Step())
+    monkeypatch.setattr(step_module, "STEP", step := Step())
     assert wait_for_idle(IDLE_WAIT_S_MAX)
     assert now_s == [100.0], "no scheduler is known"
     step.end()
@@ -100,7 +99,7 @@ def test_the_next_thread_of_an_engine_may_have_the_identity_of_one_that_ended(mo
     clock = SimpleNamespace(
         monotonic=lambda: now_s[0], pthread_getcpuclockid=lambda thread: next(clocks), clock_gettime=clock_gettime
     )
-    monkeypatch.setattr(threads, "time", clock)
+    monkeypatch.setattr(step_module, "time", clock)
     step = Step()
     step.end()
     assert not step.is_busy(), "its thread has ended"

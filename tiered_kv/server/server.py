@@ -35,7 +35,7 @@ from tiered_kv.server.protocol import ClosedError, Hello, Message, ProtocolError
 from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.server.users import Users
 from tiered_kv.system.log_limit import LogLimit
-from tiered_kv.system.threads import STEP
+from tiered_kv.system.step import STEP
 
 __all__ = ["CacheServer", "listen"]
 

@@ -7,7 +7,8 @@ limits           what the process and its cgroups may use: memory, descriptors, 
 huge_pages       pools of huge pages, and which limit binds
 permissions      who may read or write a file
 file_systems     what the kernel says of files, and its allocation of space
-threads          threads that the system may refuse; pauses of workers during an engine's step; background tasks
+threads          threads that the system may refuse; calls and background tasks on them
+step             the scheduler's step, in which workers pause
 interrupts       the call thread, where no signal handler interrupts a call
 log_limit        how often a kind of failure is logged
 collector        containers that the garbage collector need not walk

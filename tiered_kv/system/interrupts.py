@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, TypeVar
 
 from tiered_kv.errors import ShutdownError
-from tiered_kv.system.threads import STEP
+from tiered_kv.system.step import STEP
 
 T = TypeVar("T")
 

@@ -1,19 +1,8 @@
-"""Threads beside the scheduler's: they start, which the system may refuse, and they give way to the scheduler's step.
+"""Threads: they start, which the system may refuse, and they run calls and background tasks.
 
-A system refuses a thread at its limit of processes, or of memory.
-
-A thread that needs CPython's interpreter lock waits up to `sys.getswitchinterval()` (5 ms) until the holder must
-release it. A scheduler that loses the lock within a step would wait that long for a worker that computes. So the
-manager marks its step, and each worker pauses between two blocks while a step runs:
-
-    scheduler: STEP.begin() ... on_schedule_end: STEP.end()
-    worker:    give_way(), load or store a block, give_way(), ...
-
-The engine's thread computes outside of the manager's step too: it launches the model's kernels, and handles tokens. No
-request waits for a store. So before a store, a worker waits until the engine's thread is idle, judged by that thread's
-CPU clock:
-
-    worker:    wait_for_idle(...), give_way(), store a block, ...
+Any room starts its threads here, from any thread. A system refuses a thread at its limit of processes, or of memory:
+then `ResourceError` is raised. What must stay true: a call that was refused never runs, and no thread keeps a process
+from ending.
 """
 
 from __future__ import annotations
@@ -36,17 +25,6 @@ _log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 P = ParamSpec("P")
 T = TypeVar("T")
-
-PAUSES_MAX = 200
-"""Pauses of all workers after the last `STEP.begin`. A step without `on_schedule_end` delays them by 20 ms at most."""
-PAUSE_S = 0.0001
-IDLE_WAIT_S_MAX = 0.02
-"""How long one `wait_for_idle` lasts at most, however busy the engine is."""
-_IDLE_PAUSE_S = 0.001
-_SAMPLE_S_MIN = 0.0002
-"""The shortest time over which the CPU clock tells a busy thread from an idle one."""
-_BUSY_SHARE = 0.5
-"""A thread is busy if it computes for more than this share of the time."""
 
 
 def start_thread(target: Callable[..., object], name: str, *arguments: object) -> threading.Thread:
@@ -100,7 +78,7 @@ def call_within(limit_s: float, work: Callable[[], T], name: str, undo: Callable
     `undo` gets a result that comes too late, or after an exception of the waiting thread.
 
     Raises:
-        TimeoutError: It has not ended in time. Its thread is left behind.
+        TimeoutError: `work` has not ended in time. The thread of `work` is left behind.
         ResourceError: The system gives no thread.
     """
     future: Future[T] = Future()
@@ -116,7 +94,7 @@ def call_within(limit_s: float, work: Callable[[], T], name: str, undo: Callable
             future.add_done_callback(partial(_undo, undo))
         raise
     finally:
-        del future  # an error of `work` has this frame, and its variables would keep the error
+        del future  # the traceback of an error of `work` keeps this frame: its variable `future` would keep the error
 
 
 def _undo(undo: Callable[[Any], object], future: Future[Any]) -> None:  # Any: the result of a call
@@ -130,15 +108,16 @@ class DaemonThreads(Executor):
     The standard library's executor queues a call before it starts a thread for it. If the start fails, it raises, but
     still runs the call later: on memory that others use by then. It would also wait at exit for calls that hang.
 
-    Each of the first calls starts a thread. Callers limit how many calls they make at once, so the queue needs no
-    limit. Any thread may call.
+    Each of the first `threads_max` calls starts a thread. Callers limit how many calls they make at once, so the queue
+    needs no limit. Any thread may call.
     """
 
     def __init__(self, name: str, threads_max: int) -> None:
         self._name = name
         self._threads_max = threads_max
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()  # Any: a call's result
-        self._lock = threading.Lock()  # guards the two below; held for assignments and the start of a thread
+        self._lock = threading.Lock()
+        """Guards `_threads` and `_is_shut_down`. A thread holds it for assignments and the start of a thread."""
         self._threads: list[threading.Thread] = []
         self._is_shut_down = False
 
@@ -158,7 +137,7 @@ class DaemonThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let the threads end when the queue is empty; `cancel_futures` empties it. `join` waits, this never does."""
+        """Let the threads end when the queue is empty; `cancel_futures` empties the queue. Only `join` waits."""
         with self._lock:
             self._is_shut_down = True
             with suppress(Empty):
@@ -178,7 +157,7 @@ class DaemonThreads(Executor):
             future, function = call
             if future.set_running_or_notify_cancel():
                 _run(future, function)
-            del call, future, function  # releases their views of the region
+            del call, future, function  # they hold views of the region, which the wait would keep
 
 
 class BackgroundTask:
@@ -191,7 +170,8 @@ class BackgroundTask:
     def __init__(self, action: Callable[[], None], name: str) -> None:
         self._action = action
         self._name = name
-        self._lock = threading.Lock()  # guards the two below; held for assignments and the start of a thread
+        self._lock = threading.Lock()
+        """Guards `_is_asked` and `_thread`. A thread holds it for assignments and the start of a thread."""
         self._is_asked = False
         self._thread: threading.Thread | None = None
 
@@ -221,75 +201,6 @@ class BackgroundTask:
                 self._is_asked = False
             try:
                 self._action()
-            except BaseException:  # SystemExit too: later requests would not run
-                with suppress(Exception):  # a log handler's
+            except BaseException:  # SystemExit too: if it ended this thread, later requests would not run
+                with suppress(Exception):  # a handler of the log may raise
                     _log.exception("%s failed", self._name)
-
-
-class Step:
-    """The step of this process's scheduler. It needs no lock: a race of two workers miscounts by one pause."""
-
-    __slots__ = ("_clock_id", "_is_busy", "_sampled_s", "_thread", "_used_s", "pauses_left")
-
-    def __init__(self) -> None:
-        self.pauses_left = 0
-        """Above 0 while a step runs; workers count it down."""
-        self._thread = 0  # the scheduler's thread at the last `end`
-        self._clock_id: int | None = None  # its CPU clock
-        self._is_busy = False
-        self._sampled_s = self._used_s = 0.0
-
-    def begin(self) -> None:
-        """Let workers pause until the step ends. Each further call of the step calls it again."""
-        self.pauses_left = PAUSES_MAX
-
-    def end(self, *, is_scheduler: bool = True) -> None:
-        """Let workers go on. If the calling thread is a scheduler's, `is_busy` reads its CPU clock from now on."""
-        self.pauses_left = 0
-        if is_scheduler and ((thread := threading.get_ident()) != self._thread or self._clock_id is None):
-            self._clock_id, self._thread = time.pthread_getcpuclockid(thread), thread
-
-    def is_busy(self) -> bool:
-        """Return whether the scheduler's thread has computed for most of the time since the last call."""
-        if self._clock_id is None:
-            return False
-        now_s = time.monotonic()
-        passed_s = now_s - self._sampled_s
-        if passed_s >= _SAMPLE_S_MIN:
-            try:
-                used_s = time.clock_gettime(self._clock_id)
-            except OSError:  # the thread has ended, or is the parent process's; the next may have its identity
-                self._clock_id = None
-                return False
-            self._is_busy = used_s - self._used_s > _BUSY_SHARE * passed_s
-            self._sampled_s, self._used_s = now_s, used_s
-        return self._is_busy
-
-
-STEP = Step()
-
-
-def give_way(pause_s: float = PAUSE_S) -> None:
-    """Pause while a scheduler's step runs. Workers call this between two blocks, without holding a lock.
-
-    It costs less than 100 ns if no step runs. Background work passes a longer `pause_s`: each thread that wakes takes
-    the interpreter lock from the scheduler. So fewer pauses cost the step less.
-    """
-    if STEP.pauses_left > 0:
-        STEP.pauses_left -= 1
-        time.sleep(pause_s)
-
-
-def wait_for_idle(limit_s: float) -> bool:
-    """Wait while the scheduler's thread computes, for `limit_s` at most; return whether it has paused.
-
-    Workers call this before they store blocks.
-    """
-    end_s = time.monotonic() + limit_s
-    pause_s = _IDLE_PAUSE_S
-    while is_busy := STEP.is_busy():
-        if (left_s := end_s - time.monotonic()) <= 0:
-            break
-        time.sleep(min(pause_s, left_s))
-        pause_s *= 2
-    return not is_busy

@@ -29,7 +29,7 @@ from tiered_kv.metrics.series import Family, by_label, numbers
 from tiered_kv.metrics.step_timer import StepTimer, timed
 from tiered_kv.metrics.vocabulary import ACCOUNT, PRIMARY
 from tiered_kv.reasons import Reason
-from tiered_kv.system.threads import PAUSES_MAX, STEP
+from tiered_kv.system.step import PAUSES_MAX, STEP
 from tiered_kv.tiering.account import EventSink, PrimaryAccount
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.cascade import Cascade

@@ -17,7 +17,7 @@ from tiered_kv.base import (
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.metrics.step_timer import timed
-from tiered_kv.system.threads import STEP
+from tiered_kv.system.step import STEP
 from tiered_kv.tiering.engine_calls import EngineCalls
 from tiered_kv.tiering.interface import CalledManager
 from tiered_kv.tiering.pace import EngineCost

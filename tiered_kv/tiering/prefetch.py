@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.rows import PrimaryRows
-from tiered_kv.system.threads import STEP
+from tiered_kv.system.step import STEP
 from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import RequestState
 from tiered_kv.tiering.search import Search

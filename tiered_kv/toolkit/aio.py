@@ -21,7 +21,8 @@ from typing import Any, TypeVar, TypeVarTuple
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
 from tiered_kv.reasons import Reason
-from tiered_kv.system.threads import DaemonThreads, give_way, start_thread
+from tiered_kv.system.step import give_way
+from tiered_kv.system.threads import DaemonThreads, start_thread
 from tiered_kv.toolkit.jobs import Outcome, Part, checked_outcome, checked_presence
 from tiered_kv.toolkit.queued import QueuedTier, block_bytes_of
 

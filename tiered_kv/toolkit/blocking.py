@@ -16,7 +16,8 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
-from tiered_kv.system.threads import IDLE_WAIT_S_MAX, give_way, start_thread, wait_for_idle
+from tiered_kv.system.step import IDLE_WAIT_S_MAX, give_way, wait_for_idle
+from tiered_kv.system.threads import start_thread
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_outcome, checked_presence
 from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 

@@ -19,7 +19,7 @@ import xxhash
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.reasons import RecordStatus as RecordStatus  # authors import it from here
-from tiered_kv.system.threads import give_way
+from tiered_kv.system.step import give_way
 from tiered_kv.toolkit.codecs import (
     ENCRYPTED_IDS,
     OVERHEAD_BYTES_MAX,

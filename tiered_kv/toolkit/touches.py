@@ -15,7 +15,8 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TieredKVError
-from tiered_kv.system.threads import BackgroundTask, give_way
+from tiered_kv.system.step import give_way
+from tiered_kv.system.threads import BackgroundTask
 
 WRITTEN_AT_ONCE: Final = 256  # keys in one call of `write`
 WAITING_MAX: Final = 64  # calls of `note` that wait; while the storage hangs, the oldest are dropped

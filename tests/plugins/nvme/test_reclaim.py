@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.disks import hold
 from tests.support.faulty import Gate
-from tiered_kv.system.threads import STEP
+from tiered_kv.system.step import STEP
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES

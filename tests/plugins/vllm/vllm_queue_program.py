@@ -45,7 +45,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 
-from tiered_kv.system.threads import STEP  # noqa: E402
+from tiered_kv.system.step import STEP  # noqa: E402
 from tiered_kv_vllm import TieredKVConnector  # noqa: E402 - which asks for the device
 from tiered_kv_vllm.engine import configured  # noqa: E402
 

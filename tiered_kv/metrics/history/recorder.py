@@ -25,7 +25,8 @@ from tiered_kv.metrics.history.fates import CHUNK_KEYS_MAX
 from tiered_kv.metrics.history.ledger import CPU, BatchFates, EndedRequest, Ledger, RequestLog
 from tiered_kv.reasons import Fate
 from tiered_kv.system.log_limit import LogLimit
-from tiered_kv.system.threads import give_way, start_thread
+from tiered_kv.system.step import give_way
+from tiered_kv.system.threads import start_thread
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.stack.exporters.event_messages import ALL_BLOCKS_CLEARED, MESSAGE_KEYS_MAX, Fields, MessageForm
-from tiered_kv.system.threads import give_way
+from tiered_kv.system.step import give_way
 
 REPLAY_BYTES_MAX: Final = 32 << 20
 REPLAY_MESSAGES_MAX: Final = 10_000

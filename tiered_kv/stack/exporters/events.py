@@ -26,7 +26,8 @@ from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.stack.exporters.event_messages import ALL_BLOCKS_CLEARED, MESSAGE_KEYS_MAX, Fields, MessageForm
 from tiered_kv.stack.exporters.event_queue import EventQueue, StepEvents, keys_of
 from tiered_kv.stack.exporters.event_replay import NUMBER_BYTES, KeptMessages, ReplayAnswers
-from tiered_kv.system.threads import give_way, start_thread
+from tiered_kv.system.step import give_way
+from tiered_kv.system.threads import start_thread
 
 SUBSCRIBER_MESSAGES_MAX: Final = 1000
 """Messages that wait for one slow subscriber; it loses further ones."""

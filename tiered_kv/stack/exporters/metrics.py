@@ -20,7 +20,7 @@ from tiered_kv.metrics.metric import Metric
 from tiered_kv.metrics.own import OwnStats
 from tiered_kv.metrics.series import CounterView, Snapshot, Value
 from tiered_kv.metrics.vocabulary import PREFIX, TIER_PREFIX
-from tiered_kv.system.threads import give_way
+from tiered_kv.system.step import give_way
 
 if TYPE_CHECKING:
     from prometheus_client import Metric as Family

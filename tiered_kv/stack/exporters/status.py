@@ -25,7 +25,7 @@ from tiered_kv.metrics.series import Snapshot, TierSeries
 from tiered_kv.metrics.vocabulary import DIRECTIONS
 from tiered_kv.reasons import PRESENT, Fate
 from tiered_kv.stack.exporters.metrics import safe_label
-from tiered_kv.system.threads import give_way
+from tiered_kv.system.step import give_way
 from tiered_kv.tiering.breaker import BreakerState
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
