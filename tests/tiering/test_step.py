@@ -16,6 +16,7 @@ import pytest
 from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, PATIENT, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.stack.open import EngineStack, open_engine_stack
+from tiered_kv.system import step as step_module
 from tiered_kv.system.step import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys

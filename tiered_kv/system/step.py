@@ -70,9 +70,7 @@ class Step:
         if passed_s >= _SAMPLE_S_MIN:
             try:
                 used_s = time.clock_gettime(self._clock_id)
-            except (
-                OSError
-            ):  # the thread has ended, or belongs to the parent process: a new thread may have its identity
+            except OSError:  # the thread has ended, or was the parent process's: a new thread may have its identity
                 self._clock_id = None
                 return False
             self._is_busy = used_s - self._used_s > _BUSY_SHARE * passed_s

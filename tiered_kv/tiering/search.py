@@ -80,7 +80,7 @@ class Search:
         if self._asking is not None:
             self._asking = None
             if self._owner is not None:
-                self._owner.leaves()
+                self._owner.append_gathered()
 
     def forget(self, state: RequestState) -> None:
         """Forget a request that has ended."""

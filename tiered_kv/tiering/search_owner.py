@@ -28,5 +28,5 @@ class SearchOwner(Protocol):
     def found(self, key: OffloadKey) -> None:
         """Take note of a block that the request begins to wait for."""
 
-    def leaves(self) -> None:
-        """Take note that the request asks no more."""
+    def append_gathered(self) -> None:
+        """Append what was gathered for the asking request to the queue: the request asks no more in this pass."""

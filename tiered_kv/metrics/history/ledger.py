@@ -58,7 +58,7 @@ class RequestLog:
     because: BatchFates = b""
     """Why tiers are not asked for it, one byte for each tier; b"" if all are asked."""
     found: list[OffloadKey] = field(default_factory=list)
-    """Keys whose promotions the request began to wait for since the last `BlockHistory.leaves`."""
+    """Keys whose promotions the request began to wait for since the last `BlockHistory.append_gathered`."""
     failures: dict[OffloadKey, dict[int, Reason]] = field(default_factory=dict)
     """Why a tier that had a block did not deliver it, by key and the tier's number."""
     misses_hash: int | None = None

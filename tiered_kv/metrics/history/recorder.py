@@ -1,14 +1,16 @@
 """A bounded, lossy memory of what became of blocks, and of why requests missed them.
 
-The scheduler's thread appends batches to a queue. The history's thread, a reader or a host's server takes them:
+The scheduler's thread appends batches to a queue. The history's thread, a reader or a host's server takes the batches:
 
-    search:   asks(log), miss(key), found(key), leaves()
+    search:   asks(log), miss(key), found(key), append_gathered()
     manager:  note(tier, fate, keys) · loaded(log, keys, sources) · ended(log)
-    history:  fates into the table · why each key was missed, by the table as it then is · counts
+    history:  write fates into the table · find why each key was missed, by the table at that moment · count
 
-The order matters: a block that a request misses is computed and stored again, and the store must not hide the reason.
+What must stay true: batches are taken in the order in which they were appended. A block that a request misses is
+computed and stored again, and the store must not hide the reason of the miss.
 
-Keys wait in tuples: Python's garbage collector visits each key of a new list up to three times, of a tuple once.
+Keys wait in tuples. Python's garbage collector visits each key of a new list up to three times, and each key of a tuple
+once.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ INTERVAL_S: Final = 0.25
 THREAD_SHARE: Final = 0.02
 """Share of a processor for the thread while the queue is short. Meanwhile the scheduler waits for the interpreter."""
 THREAD_SHARE_MAX: Final = 0.2
-"""The largest share for the thread. Between the two limits, its share is the part of the queue that is full."""
+"""Limit of the thread's share of a processor. Between `THREAD_SHARE` and this limit, the thread's share is the part of
+the queue that is full."""
 WORK_S: Final = 0.0005
 """Seconds that a busy server works for the history between two of its passes; the last chunk may end later."""
 _KEYS_A_BATCH: Final = 4
-"""A batch costs the thread as much as so many further keys."""
+"""The cost of a batch for the thread, in keys: a batch without keys costs as much as this many keys."""
 
 _Keys = tuple[OffloadKey, ...]
 _Batch = tuple[Callable[..., None], _Keys, int, tuple[Any, ...]]
@@ -60,7 +63,8 @@ class BlockHistory:
         entries: Size of the table of fates, in entries of 8 bytes.
         names: The tiers' names, the primary tier's first.
         ttl_s: For each tier, how long it keeps a block; None if blocks do not expire.
-        blocks: For each tier, its capacity, for its ghosts; None without one. By default no tier has ghosts.
+        blocks: For each tier, its capacity in blocks, by which its ghosts are counted; None for a tier without ghosts.
+            By default no tier has ghosts.
         has_thread: Whether a thread takes the noted batches. Without it the manager's thread calls `work`.
     """
 
@@ -76,13 +80,15 @@ class BlockHistory:
     ) -> None:
         self.names = tuple(names)
         self._clock = clock
-        self._evicted: list[OffloadKey] = []  # by the primary tier, since `leaves`. The manager's thread only.
+        self._evicted: list[OffloadKey] = []
+        """Blocks that the primary tier evicted since `append_gathered` was last called. The manager's thread only."""
         self._misses: list[OffloadKey] = []
         """Misses of the request that asks now. The manager's thread only."""
         self.miss: Callable[[OffloadKey], None] = self._misses.append
         """Notes that the asking request misses a block. Hot path: no call in Python."""
         self._asking: RequestLog | None = None
-        self._is_ahead = False  # whether the request asks for its prefetch
+        self._is_ahead = False
+        """Whether `_asking` asks for its prefetch."""
         # Each count has one writer: the manager's thread for appended keys, the holder of the lock for taken ones.
         self._pending: deque[_Batch] = deque()
         self._appended_keys = self._dropped_keys = 0
@@ -108,7 +114,7 @@ class BlockHistory:
 
         `because` says why tiers are not asked; None if the reasons are as before.
         """
-        self.leaves()
+        self.append_gathered()
         self._asking, self._is_ahead = log, is_ahead
         if because is not None:
             log.because = because
@@ -118,8 +124,9 @@ class BlockHistory:
         if self._asking is not None:
             self._asking.found.append(key)
 
-    def leaves(self) -> None:
-        """Append evicted blocks, and blocks that the asking request missed or waits for, since the last call."""
+    def append_gathered(self) -> None:
+        """Append to the queue what was gathered since the last call: the blocks that the primary tier evicted, and the
+        blocks that the asking request missed or waits for."""
         if self._evicted:
             self._add(self._ledger.note, self._evicted, CPU, Fate.EVICTED)
             self._evicted.clear()
@@ -129,8 +136,9 @@ class BlockHistory:
         if self._misses:
             missed = tuple(self._misses)
             self._misses.clear()
-            # A waiting request asks in each step. Its first two misses are noted, then only those that differ. Most
-            # requests ask once, and need no hash.
+            # A waiting request asks in each step. The misses of its first two steps are noted. After that, the misses
+            # of a step are noted only if they differ from those of the step before. Most requests ask once: a first
+            # step needs no hash.
             misses_hash = 0 if log.misses_hash is None else hash(missed)
             if not self._is_ahead and misses_hash != log.misses_hash:
                 log.misses_hash = misses_hash
@@ -140,7 +148,7 @@ class BlockHistory:
             log.found = []
 
     def evicted(self, keys: Collection[OffloadKey]) -> None:
-        """Note keys that the primary tier has evicted, before the next miss is noted."""
+        """Note keys that the primary tier has evicted. They are appended before the next misses."""
         self._evicted.extend(keys)
 
     def swept(self, keys: Collection[OffloadKey]) -> None:
@@ -162,12 +170,12 @@ class BlockHistory:
 
     def ended(self, log: RequestLog) -> None:
         """Count the blocks of a request that has ended. If the queue has no room, the ledger forgets it later."""
-        self.leaves()
+        self.append_gathered()
         self._add(self._ledger.end, (), log, log.failures)
 
     def stored(self, keys: Collection[OffloadKey]) -> None:
         """Note keys that the engine has computed and stored, after a miss."""
-        self.leaves()
+        self.append_gathered()
         self._add(self._ledger.store, keys)
 
     def note_lookup_timeout(self, tier: int) -> None:
@@ -176,7 +184,7 @@ class BlockHistory:
 
     def reset(self, tier: int, keys: Collection[OffloadKey] = ()) -> None:
         """Note that a tier has forgotten all blocks: `keys`, and all noted as stored there."""
-        self.leaves()
+        self.append_gathered()
         self._append(self._ledger.reset, tuple(keys), tier)  # rare, and needed even without room
 
     def _add(self, work: Callable[..., None], keys: Collection[OffloadKey], *arguments: Any) -> bool:
