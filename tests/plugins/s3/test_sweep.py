@@ -15,6 +15,7 @@ from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.control import Control, Listed
+from tiered_kv_s3.deletion_age import DeletionAge
 from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.metrics import METRICS
 from tiered_kv_s3.presence import Presence
@@ -227,7 +228,7 @@ def test_a_sweep_of_a_bucket_that_is_half_empty_lets_others_renew_nothing() -> N
     bucket = SharedBucket(8)
     sweeper, _, _ = sweeper_of(bucket, capacity_bytes=16 * RECORD_BYTES)
     sweeper.sweep()
-    assert sweeper.renewed_s == math.inf
+    assert sweeper.deletion_age.renewed_s == math.inf
 
 
 @pytest.mark.parametrize("use", ["load", "memory"])
@@ -271,7 +272,7 @@ def test_one_process_sweeps_for_all_and_the_others_renew_by_what_it_deletes() ->
             second.sweep_if_due()
         assert bucket.listings == listings, "it is enough that one lists the bucket"
         assert second.used_bytes == first.used_bytes == 8 * RECORD_BYTES
-        assert second.renewed_s == first.renewed_s < 100.0
+        assert second.deletion_age.renewed_s == first.deletion_age.renewed_s < 100.0
         second.note_load(NAMES[12], 88.0)
         wait_until(lambda: bucket.renewed == [NAMES[12]], what="the renewal of an old block")
         first.sweep_if_due()
@@ -329,3 +330,22 @@ def test_a_process_that_may_not_delete_leaves_the_sweep_to_others() -> None:
     bucket.refused = set()
     second.sweep_if_due()
     assert bucket.used_bytes == 8 * RECORD_BYTES
+
+
+def test_the_deletion_age_is_that_of_the_youngest_deleted_block_then_grows_slowly_and_ends_in_a_half_empty_bucket() -> (
+    None
+):
+    age = DeletionAge(ttl_s=1000.0, capacity_bytes=100.0)
+    age.note_sweep(120, oldest_s=80.0, youngest_deleted_s=60.0)
+    assert (age.by_capacity_s, age.renewed_s) == (60.0, 30.0)
+    age.note_sweep(75, oldest_s=60.0, youngest_deleted_s=None)
+    assert age.by_capacity_s == 80.0, "60 s of stores have filled three quarters"
+    age.note_sweep(60, oldest_s=300.0, youngest_deleted_s=None)
+    assert age.by_capacity_s == 160.0, "it at most doubles"
+    age.note_sweep(60, oldest_s=90.0, youngest_deleted_s=1001.0)
+    assert age.by_capacity_s == 150.0, "a block that `ttl` deletes says nothing of the capacity"
+    age.note_sweep(10, oldest_s=90.0, youngest_deleted_s=None)
+    assert age.by_capacity_s == 300.0
+    for _ in range(3):
+        age.note_sweep(10, oldest_s=90.0, youngest_deleted_s=None)
+    assert age.renewed_s == 500.0, "half of `ttl`"
