@@ -56,7 +56,7 @@ class Audit:
     """Chooses requests, one at a time, and follows their blocks until they are compared. Owned by the manager's thread.
 
     Attributes:
-        is_active: Whether lookups have to call `withholds`.
+        is_active: Whether lookups have to call `note_lookup`.
         stopped: Names of tiers that must not be used any more.
     """
 
@@ -127,8 +127,8 @@ class Audit:
         """Whether every lookup is a miss, since the primary tier had a wrong block."""
         return PRIMARY_NAME in self.stopped
 
-    def withholds(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Return whether to answer a lookup with a miss."""
+    def note_lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Note the first key that the audited request looks up. Return whether the lookup is answered with a miss."""
         audited = self._current
         if self.withholds_all:
             return True

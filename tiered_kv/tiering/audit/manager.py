@@ -1,7 +1,7 @@
-"""The manager of a stack that audits: it lets the audit see some calls, and all else is the manager's.
+"""The manager of a stack that audits: it shows the audit each lookup, store and request, and is a manager otherwise.
 
 The engine's scheduler calls it, on the manager's thread, which owns the audit too. What must stay true: the lookups of
-an audited request are misses, and the audit sees every store while it is active.
+an audited request are misses, and the audit sees every store while the audit is active.
 """
 
 from __future__ import annotations
@@ -42,28 +42,30 @@ class AuditedManager(TieringOffloadingManager):
         self._audit.audit_only(group)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        if self._audit.is_active and self._audit.withholds(key, req_context):
+        if self._audit.is_active and self._audit.note_lookup(key, req_context):
             return False
         return super().lookup(key, req_context)
 
     @timed
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        if self._audit.is_active and keys and self._audit.withholds(keys[0], req_context):
+        if self._is_withheld(keys, req_context):
             return [False] * len(keys)
         return super().lookup_many(keys, req_context)
 
     def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
+        # This question loads no block: an audited request gets the answer too. The question marks no first key.
         if self._audit.withholds_all:
             return [False] * len(keys)
         return super().contains_many(keys, req_context)
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        if self._audit.is_active and keys and self._audit.withholds(keys[0], req_context):
+        if self._is_withheld(keys, req_context):
             return [False] * len(keys)
         return super().lookup_prefix(keys, req_context)
 
     def prefetch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        # An audited request loads nothing. Its first lookup, and no prefetch, marks where its computed blocks begin.
+        # An audited request loads no block. The first lookup marks where the request's computed blocks begin: a
+        # prefetch of the same blocks would mark another place.
         if not (self._audit.withholds_all or self._audit.audits(req_context)):
             super().prefetch(keys, req_context)
 
@@ -103,6 +105,14 @@ class AuditedManager(TieringOffloadingManager):
     def jobs_in_flight(self) -> int:
         """As in the base class, with the comparisons that have not ended."""
         return super().jobs_in_flight + self._audit.in_flight
+
+    def _is_withheld(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> bool:
+        """Note the lookup of an audited request, and return whether all `keys` are answered with a miss.
+
+        The audit needs only the first key that a request looks up. Keys come in the order of the prefix: so the first
+        key of a call is enough.
+        """
+        return self._audit.is_active and bool(keys) and self._audit.note_lookup(keys[0], req_context)
 
     def _collect(self) -> None:
         super()._collect()
