@@ -19,7 +19,7 @@ class FsSettings(DirectorySettings):
     type: str = "fs"
     path: FilePath = Field(description="The directory; made if it is missing. Processes and hosts may share it.")
     capacity: Bytes = Field(
-        description="What the directory may occupy, everything in it counted, whoever wrote it. "
+        description="Bytes that the directory may occupy, with all files in it, whoever wrote them. "
         "Give all processes that share it the same."
     )
     threads: Count = Field(

@@ -26,7 +26,7 @@ METRICS: Final = (
     Metric("io_errors_total", "System calls that failed, also for lack of space."),
     Metric("no_space_errors_total", "Times that the disk had less space than the capacity allows."),
     Metric("room_timeouts_total", "Stores for which no segment became free in time."),
-    Metric("refused_stores_total", "Stores failed at once: the disk is full, with no segment to reclaim."),
+    Metric("refused_stores_total", "Stores that failed at once: the disk was full, and had no segment to reclaim."),
     Metric("foreign_files", "Files in the directory that do not belong to the tier."),
     Metric("segments", "Segments in the directory."),
     Metric("free_segments", "Segments that are ready to be filled."),
@@ -34,10 +34,13 @@ METRICS: Final = (
     Metric("reclaimed_segments_total", "Segments used again, or deleted, to make room."),
     Metric("discarded_segments_total", "Segments deleted at the opening: damaged, or over the capacity."),
     Metric("deleted_segments_total", "Segments whose file was deleted since the opening."),
-    Metric("damaged_segments_total", "Of these, those where the disk failed, or the file was cut short."),
+    Metric(
+        "damaged_segments_total",
+        "Deleted segments (see `deleted_segments_total`) where the disk failed, or whose file was cut short.",
+    ),
     Metric(
         "refused_places_total", "Places of the disk that refused a write and are left out, while others take writes."
     ),
-    Metric("left_out_segments", "Segments that are not filled, or in part, because of such a place."),
+    Metric("left_out_segments", "Segments not filled, or filled in part, since a place of the disk refused a write."),
     Metric("lost_segments_total", "Segments whose file somebody else deleted or moved away."),
 )

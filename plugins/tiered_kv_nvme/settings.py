@@ -20,11 +20,11 @@ class NvmeSettings(DirectorySettings):
 
     type: str = "nvme"
     path: FilePath = Field(description="The directory; made if it is missing. One process owns it.")
-    capacity: Bytes = Field(description="What the directory may occupy, everything in it counted.")
+    capacity: Bytes = Field(description="Bytes that the directory with all its files may occupy.")
     segment: Bytes | None = Field(
         default=None,
-        description="Size of a segment file, a multiple of 4KiB; by default a 64th of the capacity, from 8MiB to "
-        "256MiB, and more from 128GiB on. Space is reclaimed a segment at a time.",
+        description="Size of a segment file, a multiple of 4KiB. By default it is a 64th of the capacity, from 8MiB to "
+        "256MiB, and larger for capacities from 128GiB on. Space is reclaimed a segment at a time.",
     )
     threads: Count = Field(default=8, ge=1, le=256, description="How many transfers run at once.")
     direct: bool = Field(

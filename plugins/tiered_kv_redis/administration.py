@@ -33,9 +33,12 @@ from tiered_kv_redis.reasons import NodeError, ServerFailure, reason_of_error
 from tiered_kv_redis.settings import RedisSettings
 from tiered_kv_redis.topology import Topology
 
-_NAMES_AT_ONCE: Final = 500  # names of one step of a listing
-_SCANNED: Final = 5000  # names that the server looks at in one step of a search that finds few
-_BLOCKS_BYTES_MAX: Final = 8 << 20  # bytes of blocks that a verification loads at once
+_NAMES_AT_ONCE: Final = 500
+"""Names that a server looks at in one step of a listing, and entries of one batch."""
+_SCANNED: Final = 5000
+"""Names that a server looks at in one step of a search for readable forms: few of the names match."""
+_BLOCKS_BYTES_MAX: Final = 8 << 20
+"""Limit of the bytes of blocks that a verification loads at once."""
 _NAME: Final = re.compile(
     re.escape(KEY_PREFIX) + rb"(?P<digest>[0-9a-f]{32}):(?:[0-9a-f]{16}:(?P<key>.*)|namespace|epoch)", re.DOTALL
 )
@@ -46,7 +49,15 @@ _RIGHTS: Final = (
 
 
 class RedisAdministration(ListingAdministration):
-    """The servers of a redis tier. Raises `ConfigError`: a file of certificates or keys cannot be used."""
+    """The servers of a redis tier.
+
+    An entry's `where` is a pair: the client of the server that listed the entry, and the name. `entries` yields one
+    batch for each step of one server's listing. So all entries of a batch have one client, which `delete` and `check`
+    take from the first entry. The client is open until `entries` goes on to the next server.
+
+    Raises:
+        ConfigError: A file of certificates or keys cannot be used.
+    """
 
     def __init__(self, settings: RedisSettings) -> None:
         super().__init__(settings)
@@ -89,13 +100,13 @@ class RedisAdministration(ListingAdministration):
     def delete(self, entries: Sequence[Entry]) -> dict[int, str]:
         refused: dict[int, str] = {}
         if entries:
-            client = entries[0].where[0]
+            client = _client_of(entries)
             for at, reply in enumerate(_replies(client, [("UNLINK", each.where[1]) for each in entries])):
                 if isinstance(reply, Exception):
                     refused[at] = reason_of_error(reply)
                     if refused[at] not in why.ELSEWHERE:
                         raise reply
-                    self._topology.refresh()  # the next listing finds it on its new server
+                    self._topology.refresh()  # the next listing finds the entry on its new server
         return refused
 
     def describe(self, digest: str, deadline: float) -> object:
@@ -125,7 +136,7 @@ class RedisAdministration(ListingAdministration):
         for listed in blocks:
             for start in range(0, len(listed), at_once):
                 batch = listed[start : start + at_once]
-                client: Redis = batch[0].where[0]
+                client = _client_of(batch)
                 with suppress(ResponseError):  # Redis before 7.2 refuses it: there each check counts as a use
                     client.client_no_touch("ON")
                 for each, value in _loaded(client, batch, limit):
@@ -156,6 +167,13 @@ class RedisAdministration(ListingAdministration):
             text = None if isinstance(error, NodeError) or reason != found else words_of(error)
             message = self._topology.sentence(reason, text, wants=_RIGHTS if reason == ServerFailure.PERMISSION else "")
             raise TierUnavailableError(message, tier=self._settings.name, operation=operation) from error
+
+
+def _client_of(entries: Sequence[Entry]) -> Redis:
+    """Return the client of a batch, which has at least one entry."""
+    client: Redis = entries[0].where[0]
+    assert all(each.where[0] is client for each in entries), "one server listed all entries of a batch"
+    return client
 
 
 def _entries(client: Redis, names: Sequence[bytes]) -> Iterator[Entry]:

@@ -1,6 +1,8 @@
 """The prefix cache: stores a prompt's keys and values in a stack, and restores them as a cache for the model.
 
-A program calls it, on any thread. It never restores a block of other tokens or weights, or from before a reset.
+A program calls it, on any thread. `Saver` calls back: `copy_blocks` on the thread that calls `save`, and `_forget` on
+that thread or on the saver's own. What must stay true: no block of other tokens or weights, and no block from before a
+reset, is restored.
 """
 
 from __future__ import annotations
@@ -50,10 +52,12 @@ class Restored(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The key of the last block of a cache that the stack was given, if any, and the stack's epoch at its first use."""
+    """How much of a cache the stack was given."""
 
     last_key: bytes | None
+    """The key of the last block that the stack was given; None if the stack was given no block."""
     epoch: int
+    """The stack's epoch when the cache was restored, or first saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +65,12 @@ class PrefixCacheStats:
     """What a prefix cache has done since it was opened, in blocks.
 
     Args:
-        restored_blocks: Returned by `restore`.
+        restored_blocks: Blocks that `restore` returned.
         missed_blocks: Blocks of restored prompts, from the first block that was not found in time.
-        stored_blocks: Saved, or in the stack already.
-        dropped_blocks: Not saved: no memory for a snapshot, no room in the stack in time, or closed or reset before.
-        pending_blocks: On their way into the stack at this moment.
+        stored_blocks: Blocks that were saved, or were in the stack already.
+        dropped_blocks: Blocks that were not saved: there was no memory for a snapshot, or no room in the stack in time,
+            or the prefix cache was closed or reset first.
+        pending_blocks: Blocks that are on their way into the stack at this moment.
     """
 
     restored_blocks: int
@@ -95,7 +100,7 @@ class PrefixCache:
         self._seed = stack.config.namespace.hash_seed
         self._saver = Saver(stack, max(1, pending_bytes_max // layout.block_bytes), save_timeout_s)
         self._lock = threading.Lock()
-        """Guards the fields below."""
+        """Guards the fields below. A thread holds it for assignments only."""
         self._given: weakref.WeakKeyDictionary[DynamicCache, _Given] = weakref.WeakKeyDictionary()
         """For each restored or saved cache, how much of it the stack was given."""
         self._restored_blocks = 0
@@ -163,8 +168,9 @@ class PrefixCache:
     def save(self, input_ids: torch.Tensor, cache: DynamicCache) -> int:
         """Store a prompt's full blocks in the background, except blocks that this cache was restored or saved with.
 
-        Their bytes are copied before this returns, so the model may go on with the cache at once. Blocks are dropped
-        and counted if their copies exceed `pending_bytes_max`, or if the cache was restored or saved before a reset.
+        The bytes of the blocks are copied before this method returns, so the model may go on with the cache at once.
+        Blocks are dropped and counted if the copies exceed `pending_bytes_max`, or if the cache was restored or saved
+        before a reset.
 
         Args:
             input_ids: The tokens that the cache was computed from, from the first one on, of shape (tokens,) or
@@ -184,11 +190,11 @@ class PrefixCache:
         keys = block_keys(token_ids[: token_count(states)], self.layout.block_tokens, self._seed)
         with self._lock:
             given = self._given.setdefault(cache, _Given(None, epoch))
-        # A key stands for all tokens up to its block. So for a cache that was cropped or reset, and went on with other
-        # tokens, the last key is not among `keys`.
+        # The key of a block stands for all tokens up to the block's end. If a cache was cropped or reset, and went on
+        # with other tokens, the last key that the stack was given is not among `keys`: all blocks are offered again.
         first = keys.index(given.last_key) + 1 if given.last_key in keys else 0
 
-        def copy_blocks(blocks: int) -> Blocks:
+        def copy_blocks(blocks: int) -> Blocks:  # on the thread that calls `save`
             rows = self.layout.gather(states, first, blocks)
             with self._lock:
                 self._given[cache] = _Given(keys[first + blocks - 1], given.epoch)
@@ -225,7 +231,10 @@ class PrefixCache:
         self.close()
 
     def _forget(self, reference: weakref.ref[DynamicCache]) -> None:
-        """Let the next `save` of a cache offer all of its blocks again, since some were not stored."""
+        """Let the next `save` of a cache offer all blocks of the cache again, since some were not stored.
+
+        The thread that calls `save` calls this, or the saver's thread, or the thread that closes the prefix cache.
+        """
         cache = reference()
         if cache is not None:
             with self._lock:

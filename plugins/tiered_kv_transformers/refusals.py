@@ -37,7 +37,7 @@ def layout_of(model: Any, block_tokens: int) -> CacheLayout:  # Any: a PreTraine
         if not reason:
             kv_heads, head_dim = _head_shape(model.config) or (0, 0)
             return CacheLayout(model.config.num_hidden_layers, kv_heads, head_dim, block_tokens, model.dtype)
-    except Exception as error:  # of a configuration, for attributes that differ by layer or are missing
+    except Exception as error:  # a configuration raises it for attributes that differ by layer, or are missing
         raise refusal(model, "its configuration cannot be read", error) from error
     raise refusal(model, reason)
 
@@ -121,7 +121,8 @@ def _generates_with_cache(model: Any) -> bool:
 
 
 def _has_default_cache(model: Any) -> bool:
-    # `generate` calls this before it makes a DynamicCache; in Transformers 4 nothing else shows recurrent models.
+    # `generate` calls this method before it makes a DynamicCache. In Transformers 4, only this method shows that a
+    # model is recurrent.
     ask = getattr(model, "_supports_default_dynamic_cache", None)
     return ask is None or bool(ask())
 

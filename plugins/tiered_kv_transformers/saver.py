@@ -52,7 +52,8 @@ class Saver:
         Args:
             keys: In the order of their prefix.
             copy_blocks: Called on this thread; returns the bytes of the first n blocks.
-            on_loss: Called by any thread if a queued block could not be stored.
+            on_loss: Called if a queued block could not be stored: on this thread, on the saver's, or on the thread that
+                calls `stop`.
             epoch: The stack's epoch in which the blocks were computed. After a reset all are dropped.
         """
         saving, count = object(), len(keys)

@@ -1,8 +1,11 @@
-"""Calls of a verb that end in time, even if a mount or a device hangs.
+"""The time limit of a verb's call: the verb goes on in time, even if a mount or a device hangs.
 
-A verb calls `TimeLimit.run` on the main thread, which makes the call on a new thread. A thread that hangs is left
-behind. The kernel may keep it, and so the process, until the device answers. By then the command has printed its
-results.
+A verb calls `TimeLimit.run` on the main thread. `run` makes the call on a new thread. If that thread hangs, it is left
+behind: the kernel may keep the thread, and so the process, until the device answers. By then the command has printed
+its results.
+
+`system.threads.call_within` has one limit, known before the call. Here the call itself moves the limit while it runs:
+a check begins a part with a new limit for each namespace. And the waiting main thread notices Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,14 +24,15 @@ from tiered_kv.system.threads import start_thread
 T = TypeVar("T")
 
 _GRACE_S: Final = 3.0
-"""How long a call on a directory may go on after its time: most calls end by themselves, with a better message."""
+"""Seconds that a call on a directory may go on after its limit. Most calls then end by themselves, with a better
+message."""
 _SERVER_GRACE_S: Final = 60.0
-"""The same for a tier without a directory: its requests have limits of their own."""
+"""Seconds that a call on a server may go on after its limit: each request to a server has a limit of its own."""
 _POLL_S: Final = 0.05
 
 
 class TimeLimit:
-    """How long a call may take. The call's own thread begins each part with a new limit; the caller's thread waits."""
+    """How long a call may take. The thread of the call begins each part with a new limit; the caller's thread waits."""
 
     def __init__(self, limit_s: float) -> None:
         self.begin(limit_s)
@@ -41,7 +45,7 @@ class TimeLimit:
         """Return what `work` returns, or raise what it raises.
 
         Raises:
-            TierUnavailableError: It has not ended in time; the message has the tier's directory.
+            TierUnavailableError: `work` has not ended in time; the message has the tier's directory.
             ResourceError: The system gives no thread.
         """
         from_directory = settings.storage_facts().from_directory

@@ -28,7 +28,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.system.limits import Take
 
 PRIMARY_NAME: Final = "cpu"
-"""The primary tier's name in counters and answers; no secondary tier may have it."""
+"""The primary tier's name in counters and answers. No secondary tier may have this name."""
 
 
 class StrictModel(BaseModel):
@@ -37,12 +37,12 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     unknown_key_advice: ClassVar[Mapping[str, str]] = {}
-    """By key: a hint for the error, for keys that users may expect and that are no settings."""
+    """Hints for the error about an unknown key. The keys of the mapping are keys that users may expect."""
 
     _from_environment: Mapping[str, frozenset[str]] = PrivateAttr(default={})
-    """Settings with values from environment variables, and the variables' values."""
+    """Settings whose values came, whole or in part, from environment variables; with the values of these variables."""
     _written: Mapping[str, tuple[str, float]] = PrivateAttr(default={})
-    """By setting: a size, rate or duration as the file has it, and its value as a number."""
+    """Sizes, rates and durations that the file has as texts: by setting, the text, and the number it stands for."""
 
     def secret_texts(self) -> set[str]:
         """Return every secret text in the settings, for use with `secrets.scrub`."""
@@ -75,13 +75,23 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _note_variables(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _note_texts(cls, data: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validate `data`, and note what validation loses: the texts of numbers, and the values of variables.
+
+        Every value of an environment variable counts as a secret. `reading.fill_variables` puts such a value into the
+        data as an `EnvironmentText`: a str that has the values of its variables. Validation makes a number, a path or a
+        plain str of the text. So this is the last place that sees which settings to hide: it must note every setting
+        with a variable anywhere in its value.
+
+        A nested model is left out: it has noted its own settings. If the setting with the nested model were noted here
+        too, `shown` would hide the whole nested model.
+        """
         model = handler(data)
         if isinstance(data, Mapping):
             model._written = {
                 name: (value, number)
                 for name, value in data.items()
-                if type(value) is str  # no EnvironmentText
+                if type(value) is str  # an EnvironmentText is never shown
                 and isinstance(number := getattr(model, name, None), (int, float))  # None if the field has another name
             }
             model._from_environment = {
@@ -115,7 +125,7 @@ class StorageSettings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StorageFacts:
-    """The facts about a tier's storage in its settings; None where they say nothing."""
+    """The facts about a tier's storage in the tier's settings. A fact is None if the settings do not say it."""
 
     directory: str | None = None
     capacity_bytes: int | None = None
@@ -134,7 +144,8 @@ class TierSettings(StrictModel):
     """A subclass with other names of its fields gives them here, for `storage_facts` and `part_of_storage`."""
 
     __slots__ = ("_tier_type",)
-    """The type that `hooks.tier_type_of` found for `type`. It is no setting: no copy, comparison or text has it."""
+    """The tier type that `entries.tier_type_of` found for `type`. A tier type is no setting: copies, comparisons and
+    texts of the settings leave it out."""
     if TYPE_CHECKING:
         _tier_type: object
 
@@ -172,16 +183,16 @@ class TierSettings(StrictModel):
     write_budget: BytesPerDay | None = Field(
         default=None,
         ge=1,
-        description="The rate at which blocks may be stored, kept to in any hour by storing those that are most "
-        "likely to return; by default everything is stored.",
+        description="The rate at which blocks may be stored. To keep to it in any hour, those blocks are stored that "
+        "are most likely to return; by default all blocks are stored.",
     )
     fill_on_promotion: bool = Field(
         default=False, description="Also store here a block that is promoted from a tier below."
     )
     required: bool = Field(
         default=True,
-        description="Whether the stack opens only with this tier. If not, it opens without one that cannot be opened, "
-        "tries again, and takes the tier in when it answers.",
+        description="Whether the stack opens only with this tier. If not, the stack opens without the tier while the "
+        "tier cannot be opened, tries again, and takes the tier in when it answers.",
     )
     open_timeout: Seconds = Field(
         default=60.0, gt=0, le=86400, description="How long the opening of the tier may take, before it fails."
@@ -194,13 +205,14 @@ class TierSettings(StrictModel):
     )
 
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
-        """Return the most that an open tier takes of each limit of this process, with the setting that decides it."""
+        """Return what an open tier takes at most of each limit of this process, with the setting that decides it."""
         return ()
 
     def storage_facts(self) -> StorageFacts:
         """Return where the tier keeps blocks, how many bytes of them, and how long.
 
-        The history, `tiered-kv simulate` and messages use it. A field that is missing, or has another type, is None.
+        The history, `tiered-kv simulate` and messages use it. A fact is None if its field is missing, or has another
+        type.
         """
         found = {name: getattr(self, setting, None) for name, setting in self.storage_settings._asdict().items()}
         directory, capacity, ttl = found["directory"], found["capacity"], found["ttl"]

@@ -1,7 +1,7 @@
 """A host's cache for programs that put and get blocks, other than engines.
 
-A program calls `connect`, and then `put` and `get`, on any thread; one lock serializes them. Each call ends by its
-timeout, also if the server hangs.
+A program calls `connect`, and then `put` and `get`, on any thread. One lock, that of `HostStack`, serializes all use of
+the manager. What must stay true: each call ends by its timeout, also if the server hangs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from tiered_kv.tiering.interface import CalledManager
 
 START_A_SERVER: Final = "start 'tiered-kv serve STACK --socket PATH'"
 AWAIT_S: Final = 0.002
-"""How long a thread waits for a message that another thread of the process may take."""
+"""Limit of one wait of a thread for a message, in seconds. Another thread may have taken the message already."""
 _BATCH_BLOCKS_MAX: Final = 256
+"""Limit of the blocks that a `put` hands over at once."""
 _REQUEST_KEYS_MAX: Final = 4096
-"""Limit of a call's keys that the server knows at a time: it looks at all of them for each message."""
+"""Limit of the keys of a call that the server knows at a time: for each message, the server looks at all these keys."""
 _DIGEST_BYTES: Final = 64
 
 
@@ -44,7 +45,7 @@ def connect(
 
     Args:
         address: "unix:" and the path of the server's socket.
-        namespace: As in a stack's file; by default that of the server's file.
+        namespace: As in a stack's file; by default the namespace of the server's file.
         block: As in a stack's file; given together with `namespace`.
         name: For the server's log; by default the number of the process.
 
@@ -69,22 +70,38 @@ def connect(
 
 
 class ProgramManager(AttachedManager, CalledManager):
-    """An attached manager with the methods that a program's calls need."""
+    """An attached manager with the methods that a program's calls need.
+
+    The caller holds `HostStack`'s lock for each call that changes the manager's state or sends a message. Without the
+    lock run `await_message`, and the questions that only read state: the properties, `is_idle`, `is_outdated`,
+    `stores_nothing_of`, `has_kept` and `reserve_stores`.
+
+    Rows to write pass through three places, by which a program sees whether rows will come:
+
+    - `_short`, of the base class: blocks that found too few free rows, until the next `poll` asks for rows.
+    - `link.asked`: the numbers of rows that the server was asked for, until the server grants them.
+    - `link.free`: rows that the server has granted and no store has taken.
+
+    Beside these, two methods use state of the base class. `_new_number` draws from `_number`: the numbers of requests
+    and of pings are one sequence, so that no number has two meanings. `_begin_anew` gives a request another number, and
+    keeps the rule of the base class: a request that has not ended is in `_by_number` under its own number, and in
+    `_unsent` only if it has keys to ask for.
+    """
 
     keys_are_alike = False
     callers_have_timeouts = True
     _has_heard = False
-    """Whether a message came since a thread last waited for one."""
+    """Whether a message of the server was handled since a thread last called `await_message`."""
 
     @property
     def jobs_in_flight(self) -> int:
-        """1 if there are rows to write, or the server may still grant some; else 0."""
+        """1 if there are rows to write, or the server may still grant rows; else 0."""
         link = self.link
         return int(link is not None and bool(link.asked or self._short or link.free))
 
     @property
     def is_granting(self) -> bool:
-        """Whether the server will say how many rows this program may write now."""
+        """Whether an answer about rows to write is due: rows were asked for, or the next `poll` will ask for rows."""
         return self.link is not None and bool(self.link.asked or self._short)
 
     @property
@@ -92,7 +109,10 @@ class ProgramManager(AttachedManager, CalledManager):
         return self.link is not None and len(self.link.welcome.tiers) > 1
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
-        """See `CalledManager`. But behind a missing block of the request, the answer is False in place of None."""
+        """See `CalledManager`. In one point the answer differs: a block behind a missing block of the request is False.
+
+        `CalledManager` answers None for such a block.
+        """
         request = self._request_of(req_context)
         request.is_prefix = True
         if request.keys and len(request.keys) + len(keys) > _REQUEST_KEYS_MAX and request.transfers <= 0:
@@ -102,14 +122,15 @@ class ProgramManager(AttachedManager, CalledManager):
         return self.lookup_many(keys, req_context)
 
     def _begin_anew(self, request: AttachedRequest) -> None:
-        """Continue as another request of the server: one request of the server has a limit of keys, and a call has
-        none."""
+        """Continue as another request of the server.
+
+        A request of the server has a limit of keys (`_REQUEST_KEYS_MAX`), and a program's call has no limit.
+        """
         if request.link is not None and request.link is self.link:
             self.server.send(protocol.END, request.number)
         for requests in (self._by_number, self._unsent):
             requests.pop(request.number, None)
-        self._number = self._number % 0xFFFFFFFF + 1
-        request.number = self._number
+        request.number = self._new_number()
         self._by_number[request.number] = request
         request.forget_answers()
 
@@ -127,14 +148,14 @@ class ProgramManager(AttachedManager, CalledManager):
             for part, packed in parts_of(asked):
                 request.stored_asked.append(part)
                 self.server.send(protocol.ACQUIRE, request.number, len(part), packed, protocol.ONLY_STORED)
-            self.server.send(protocol.PING)  # answered at once: the server is not silent while a tier looks
+            self.server.send(protocol.PING)  # the answer comes at once: so the server is not silent while a tier looks
             request.asked_s, request.waits_for_answer = self._clock(), False
-        if self.link is None:  # it was lost meanwhile
+        if self.link is None:  # the connection was lost while messages were sent
             return [False] * len(keys)
         return [request.stored[key] if request.stored[key] is not None else self._wait(request) for key in keys]
 
     def stores_nothing_of(self, req_context: ReqContext) -> bool:
-        """Return whether no block of a request is stored now: the server is away, or the request stores none."""
+        """Return whether no block of a request is stored now: the server is away, or the request stores no block."""
         request = self._request_of(req_context)
         return not self.is_attached or request.is_outdated or request.hints.skips_store
 
@@ -142,7 +163,7 @@ class ProgramManager(AttachedManager, CalledManager):
         return self._request_of(req_context).is_outdated
 
     def has_kept(self, req_context: ReqContext) -> bool:
-        """Return False: only the server knows."""
+        """Return False: only the server knows which blocks secondary tiers have taken."""
         return False
 
     def spare_own(self, req_context: ReqContext) -> None:
@@ -156,19 +177,19 @@ class ProgramManager(AttachedManager, CalledManager):
         """Do nothing; see `reserve_stores`."""
 
     def ask_idle(self) -> tuple[HostLink | None, int]:
-        """Ask the server to tell when no job of a tier is in flight; `is_idle` has the answer."""
-        self._number = self._number % 0xFFFFFFFF + 1
-        self.server.send(protocol.PING, self._number, flags=protocol.WHEN_IDLE)
+        """Ask the server to tell when no job of a tier is in flight. `is_idle` takes what this method returns."""
+        number = self._new_number()
+        self.server.send(protocol.PING, number, flags=protocol.WHEN_IDLE)
         self.server.flush()
-        return self.link, self._number
+        return self.link, number
 
     def is_idle(self, asked: tuple[HostLink | None, int]) -> bool:
-        """Return whether the server has answered `ask_idle`, or was away since."""
+        """Return whether the server has answered `ask_idle`, or was away since then."""
         link, number = asked
         return link is None or link is not self.link or link.pong >= number
 
     def await_message(self, timeout_s: float) -> None:
-        """Wait for a message of the server, at most `timeout_s`: another thread may take it. Any thread may call."""
+        """Wait for a message of the server, at most `timeout_s`: another thread may take the message. Any thread."""
         if self._has_heard:
             self._has_heard = False
             return
@@ -178,6 +199,11 @@ class ProgramManager(AttachedManager, CalledManager):
                 poller.register(link.channel.sock, select.POLLIN)
         poller.poll(timeout_s * 1e3)
 
+    def _new_number(self) -> int:
+        """Return a number for a request or a ping: 1 to 2**32 - 1, then from 1 again."""
+        self._number = self._number % 0xFFFFFFFF + 1
+        return self._number
+
     def _handle(self, message: Message) -> None:
         self._has_heard = True
         super()._handle(message)
@@ -186,11 +212,13 @@ class ProgramManager(AttachedManager, CalledManager):
 class HostStack(BlockFacade[ProgramManager]):
     """The cache of a host, with the calls of a `Stack` but `counters` and `explain`. Any thread may call it.
 
-    While the server is away, nothing is stored and every block is a miss. The program is attached again when the server
-    is back. `put` counts the blocks that it has handed over at once, and waits for no confirmation. A paused server
-    stores them when it continues. A server that ends loses them, with all of its memory. Of more blocks than it hands
-    over at once (256, or a quarter of the memory), `put` counts those that the server then reports. It does not wait
-    for the tiers below, which store no block over their `store_budget`.
+    While the server is away, no block is stored and every block is a miss. The program attaches again when the server
+    is back.
+
+    `put` hands over up to `_BATCH_BLOCKS_MAX` blocks at once, or as many as a quarter of the memory takes. It counts
+    these blocks without a confirmation. A paused server stores them when it continues. A server that ends loses them,
+    with all of its memory. If a `put` has more blocks, it counts the blocks that the server reports as stored. `put`
+    does not wait for the tiers below, which store no block over their `store_budget`.
 
     Args:
         attachment: An attachment that is connected.
@@ -217,7 +245,7 @@ class HostStack(BlockFacade[ProgramManager]):
 
     @property
     def epoch(self) -> int:
-        """The number of resets of the namespace, by any process, that this one knows. It never goes back."""
+        """The number of resets of the namespace that this program knows. It never decreases; any process may reset."""
         return self._run(self._current_epoch)
 
     def _current_epoch(self) -> int:
@@ -239,12 +267,13 @@ class HostStack(BlockFacade[ProgramManager]):
     ) -> bool:
         if super()._store(keys, blocks, context, reserved, end_s):
             return True
-        link = self._manager.link  # `super` has asked it for rows: to store fewer blocks at a time would take longer
+        # `super` has asked the server for rows. To wait for the answer takes less time than to store in small batches.
+        link = self._manager.link
         if link is not None:
             until_s = min(end_s, time.monotonic() + link.welcome.answer_s)
             self._wait(lambda: not self._manager.is_granting, until_s)
             with self._lock:
-                if self._manager.stores_nothing_of(context):  # the server has gone meanwhile
+                if self._manager.stores_nothing_of(context):  # the server has gone during the wait
                     return False
         return super()._store(keys, blocks, context, reserved, end_s)
 
@@ -256,10 +285,11 @@ class HostStack(BlockFacade[ProgramManager]):
 
 
 def names_of(keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-    """Return the server's keys of blocks: the same keys, but for those that are as long as a message allows, or longer.
+    """Return the keys that the server gets: a key that is too long is replaced by a digest, all others stay.
 
-    A digest (BLAKE2b, RFC 7693) of exactly this length replaces such a key; no other key is as long. It ends as the
-    hash does: events name a block by the last 64 bits.
+    A key is too long if it has `KEY_BYTES_MAX` bytes or more. The digest (BLAKE2b, RFC 7693) has exactly
+    `KEY_BYTES_MAX` bytes, so no key that stays has its length. The last 64 bits of the block's hash end the digest,
+    too: events name a block by these bits.
     """
     return [key if len(key) < KEY_BYTES_MAX else _digest(key) for key in keys]
 

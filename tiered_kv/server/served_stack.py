@@ -6,8 +6,21 @@ it, and makes all calls of its manager. These things stay true:
 - A row belongs to one session until the engine's processes have ended or given it back. So no engine reads bytes of
   another block.
 - Only rows with memory are handed out (`HostRegion.ready_rows`).
-- Every reset that the file of resets counts is carried out: when its message comes, or before a step if none has come.
-  The file is told that a reset was written only after all tiers have written it.
+- Every reset that the file of resets counts is carried out: when the message of the reset comes, or before a step if no
+  message came. The file is told that a reset was written only after all tiers have written the reset.
+
+The server's thread makes these calls in each pass, in this order, for the sake of resets:
+
+1. `see_resets` notes how many resets the file has (`_resets_seen`). An engine counts its reset in the file before it
+   sends the message.
+2. The messages are read. A message of a reset calls `reset`, which moves `_resets_begun` up to that reset.
+3. `reset_unasked` compares the two counts. If the file had a reset in step 1 whose message did not come in step 2, the
+   engine has ended, or knew no server: the reset is carried out now.
+4. `step` answers lookups: no answer is from before a reset of step 1. If all begun resets are written, `step` tells the
+   file so, once for each change of `_resets_begun` (`_has_noted_resets`).
+
+So the number of written resets in the file is at most `_resets_begun`, and `_resets_begun` is at most the number of
+resets that the file asks for.
 """
 
 from __future__ import annotations
@@ -49,25 +62,26 @@ GRANTS_MAX_SHARE: Final = 2
 LEASE_SHARE: Final = 2
 """Limit of the rows that one session leases: the ready rows divided by this."""
 LEASES_MAX_SHARE: Final = 3 / 4
-"""The leases of all sessions together take this share of the rows at most, so that stores find room."""
+"""Limit of the rows that all sessions together lease, as a share of the ready rows. So stores find room."""
 REQUESTS_MAX: Final = 50_000
-"""Requests of a session."""
+"""Limit of the requests of one session."""
 REQUESTS_ALL_MAX: Final = STATES_MAX
-"""Requests of all sessions together. After a reset the manager remembers as many, so that none of them stores old
-blocks."""
+"""Limit of the requests of all sessions together. After a reset the manager remembers this many requests from before
+the reset, and stores no block of them."""
 KEYS_MAX: Final = 1 << 22
-"""Keys of all requests of a session."""
+"""Limit of the keys of all requests of one session."""
 KEYS_ALL_MAX: Final = 1 << 23
-"""Keys of all sessions together."""
+"""Limit of the keys of all sessions together."""
 ANSWER_S: Final = 1.0
+"""Seconds after which an engine takes the server for silent, if the server owes an answer."""
 FREE_MEMORY_S: Final = 5.0
 """How long to wait for the memory of a server that was killed. The engines unmap it when they see that it has ended."""
 
 
 class HostBackend(CPUBackend):
-    """Rows with a generation that changes when they are freed: engines see that a block is gone.
+    """Rows with a generation that changes when a row is freed: so engines see that a block is gone.
 
-    Rows without memory yet are not free: to write to one might kill an engine.
+    A row that has no memory yet is not free: a write to such a row might kill an engine.
     """
 
     region: HostRegion
@@ -85,7 +99,7 @@ class HostBackend(CPUBackend):
 
 
 class HostSession(Protocol):
-    """A session, as its namespace sees it."""
+    """A session, as its stack sees it."""
 
     cost: EngineCost
     granted: dict[int, CPUBlock]
@@ -106,12 +120,13 @@ class HostSession(Protocol):
 
 
 class ServedStack:
-    """A stack with rows that engines map. Made by any thread; then owned by the server's.
+    """A stack with rows that engines map. Any thread may open it; afterwards the server's thread owns it.
 
     Args:
         config: The stack.
         on_finished: Called on any thread when a job of a tier has ended; returns at once.
-        socket_path: The server's. The file of resets is beside it; without a path there is no such file.
+        socket_path: The path of the server's socket. The file of resets is beside the socket; without a path there is
+            no such file.
 
     Raises:
         ConfigError, TierError, ResourceError: The stack cannot be opened.
@@ -162,12 +177,12 @@ class ServedStack:
         """The number of ready rows at the last step."""
         self._resets = ResetFile(socket_path, config.identity.digest.hex())
         self._resets_begun = self._resets.written
-        """How many resets of the file the manager has begun. A tier may still be writing the last of them."""
+        """How many resets of the file the manager has begun. A tier may still be writing the last of these resets."""
         self._has_noted_resets = True
-        """Whether the file has been told that the tiers have written these."""
+        """Whether the file has been told that all tiers have written the begun resets (`_resets_begun`)."""
         self._resets_seen = self._resets_begun
-        """How many resets the file had before the messages of this pass were read."""
-        if self._resets.asked() != self._resets_begun:  # the last server has not carried out all
+        """How many resets the file had when `see_resets` was last called."""
+        if self._resets.asked() != self._resets_begun:  # the last server has not carried out all resets
             self._reset_all()
             self.index.forget(self.manager.primary.blocks)
         self._tiers = {name: number for number, name in enumerate(self.stack.tier_names, 1)}
@@ -180,8 +195,8 @@ class ServedStack:
     def check_grant(self, wanted: int) -> None:
         """Refuse a session that wants more rows than all sessions together can ever have.
 
-        It was told of all rows, and then the system refused memory for some. The error ends its connection. It attaches
-        anew, is told of fewer rows, and asks for fewer.
+        The server told the session of all rows, and then the system refused memory for some rows. The error ends the
+        session's connection. The engine attaches anew, is told of fewer rows, and asks for fewer rows.
 
         Raises:
             ResourceError: The session wants too many rows.
@@ -241,7 +256,7 @@ class ServedStack:
         return Welcome(
             instance=self.instance,
             namespace=self.config.identity.digest.hex(),
-            rows=usable,  # an engine may pin all rows that it is told of: only those that have memory, or will
+            rows=usable,  # without the rows that never get memory: an engine may pin all rows that it is told of
             row_bytes=self.config.block.bytes,
             block_tokens=self.config.block.tokens,
             epoch=self.epoch,
@@ -254,11 +269,11 @@ class ServedStack:
         )
 
     def see_resets(self) -> None:
-        """Note how many resets the file has, before messages are read. `reset_unasked` compares after them."""
+        """Note how many resets the file has, before messages are read. `reset_unasked` compares the number later."""
         self._resets_seen = self._resets.asked()
 
     def reset_unasked(self) -> None:
-        """Carry out the resets that `see_resets` found and no message asked for: the next step finds no older block."""
+        """Carry out the resets that `see_resets` found and no message asked for. The next step finds no older block."""
         if self._resets_seen != self._resets_begun:
             self.look_for_resets()
 
@@ -275,7 +290,7 @@ class ServedStack:
         sessions = [*(self.waiting | self.changed)]
         self.changed.clear()
         first = self._steps % max(1, len(sessions))
-        for session in sessions[first:] + sessions[:first]:  # none is always the first to take the leases that are left
+        for session in sessions[first:] + sessions[:first]:  # no session is always the first to take free leases
             _try(session, session.answer_changed, on_error)
         self.manager.on_schedule_end()
         for session in [*self.waiting]:
@@ -314,7 +329,7 @@ class ServedStack:
             self._slowest = None
 
     def look_for_resets(self) -> None:
-        """Carry out the resets that only the file asks for: its process ended, or knew no server."""
+        """Carry out the resets that only the file asks for: the process that reset has ended, or knew no server."""
         if self._resets.asked() != self._resets_begun:
             self.reset(None)
 
@@ -322,9 +337,9 @@ class ServedStack:
         """Forget every block, and tell all engines.
 
         Args:
-            by: The session whose engine asks; None if only the file does.
-            number: The place of the reset in the file; 0 if it is not in it. If it has been carried out, only `by` is
-                told.
+            by: The session whose engine asks; None if only the file asks.
+            number: The place of the reset in the file; 0 if the reset is not in the file. If the reset has been carried
+                out, only `by` is told.
         """
         if by is not None and 0 < number <= self._resets_begun:
             by.send(protocol.EPOCH, self.epoch, True)
@@ -341,8 +356,9 @@ class ServedStack:
 
     def _reset_all(self, number: int = 0) -> None:
         asked = self._resets.asked()
-        # A message carries out the file's resets up to its own, and no later one. An engine that has sent two counts
-        # two epochs. If one epoch served both, its next requests would have an epoch unknown here, and store nothing.
+        # A message carries out the file's resets up to the message's own reset, and no later reset. An engine that has
+        # sent two messages counts two epochs. If one epoch served both messages, the engine's next requests would have
+        # an epoch that is unknown here, and would store nothing.
         self._resets_begun, self._has_noted_resets = min(number or asked, asked), False
         self.manager.reset_cache()
 

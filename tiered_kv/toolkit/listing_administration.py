@@ -28,21 +28,33 @@ from tiered_kv.toolkit.administration import (
 from tiered_kv.toolkit.census import Census
 from tiered_kv.toolkit.epoch import Epoch, EpochMark, EpochStore
 
-_SURVEYS_MAX: Final = 20  # listings of one purge, at most: a stack may go on storing
+_SURVEYS_MAX: Final = 20
+"""Limit of the listings of one purge. A stack may go on storing blocks, so a purge might find blocks for ever."""
 
 
 class Entry(NamedTuple):
-    """One entry of a storage; None means unknown."""
+    """One entry of a storage; None means unknown.
 
-    name: str  # its name in the storage; messages show it
-    digest: str | None  # of its namespace; None for foreign entries, which are counted and never deleted
+    A foreign entry has no digest. It is counted, and never deleted.
+    """
+
+    name: str
+    """The name in the storage, which messages show."""
+    digest: str | None
+    """The digest of the entry's namespace; None for a foreign entry."""
     size_bytes: int | None
-    is_block: bool = False  # False for a mark, a readable form, and a file that is being written
-    written_s: float | None = None  # seconds since it was written
-    used_s: float | None = None  # seconds since its last use
-    where: Any = None  # a value that the storage needs beside the name, to read and delete the entry
-    key: bytes = b""  # the block's, if the storage has keys
-    stays: bool = False  # whether a purge leaves it, such as a directory
+    is_block: bool = False
+    """False for a mark, for a readable form, and for a file that is being written."""
+    written_s: float | None = None
+    """Seconds since the entry was written."""
+    used_s: float | None = None
+    """Seconds since the entry was last used."""
+    where: Any = None
+    """A value that the storage needs beside the name, to read and delete the entry. (Any: each storage has its own.)"""
+    key: bytes = b""
+    """The block's key; empty if the storage keeps no keys."""
+    stays: bool = False
+    """Whether a purge leaves the entry, such as a directory."""
 
 
 class RemovableMark(EpochStore, Protocol):
@@ -59,8 +71,9 @@ class ListingAdministration(TierAdministration):
     def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:
         """Yield the entries of one namespace; of all namespaces if `digest` is None.
 
-        Foreign entries are included if their names place them there; the epoch's mark is not. An entry that is stored
-        or deleted meanwhile may be included or not.
+        Foreign entries are included if their names place them in the namespace. The mark of the epoch is not included.
+        An entry that is stored or deleted during the listing may be included or not. `delete` and `check` get the
+        entries of one batch, or some of them: a storage may rely on what the entries of its batches have in common.
         """
 
     @abstractmethod
@@ -73,7 +86,10 @@ class ListingAdministration(TierAdministration):
 
     @abstractmethod
     def delete(self, entries: Sequence[Entry]) -> Mapping[int, str]:
-        """Delete entries. Return a word for each that is still stored, by position. A missing entry is deleted."""
+        """Delete entries of one batch. Return by position why an entry is still stored, in one word.
+
+        An entry that is missing counts as deleted.
+        """
 
     @abstractmethod
     def describe(self, digest: str, deadline: float) -> object:
@@ -85,12 +101,14 @@ class ListingAdministration(TierAdministration):
     ) -> Iterator[tuple[Entry, RecordStatus | str, int]]:
         """Read blocks; yield each block with its status and the number of bytes read.
 
-        The caller may delete a damaged block. A block that is deleted meanwhile is left out.
+        The caller may delete a damaged block. A block that another process deletes before it is read is left out.
         """
 
     def opened(self, operation: str) -> AbstractContextManager[bool]:
-        """Hold the locks and connections that `purge`, `survey`, `verify` or `repair` needs. Yield whether there is a
-        storage."""
+        """Hold the locks and connections that an operation needs. Yield whether there is a storage.
+
+        The `operation` is "purge", "survey", "verify" or "repair".
+        """
         return nullcontext(True)
 
     def purge(self, digest: str, deadline: float) -> Purged:
@@ -131,11 +149,22 @@ class ListingAdministration(TierAdministration):
         return Purged(*removed.of(digest), (*left, *mark_left))
 
     def _settle_mark(self, store: RemovableMark, deadline: float) -> Sequence[str]:
-        """Delete the epoch's mark; if it is from a reset, write a new mark. Return why the old mark stays, if it does.
+        """Delete the epoch's mark if there was no reset; otherwise replace it by the mark of a new epoch.
 
-        After a reset a mark has to exist: otherwise a process in an earlier epoch would write its own mark again, and
-        later processes would join its epoch. A mark that another process writes after this call is of a reset, too. If
-        it is written between the two requests here, that process writes it once more at its next check.
+        Three states of the storage are possible:
+
+        - No mark: the call does nothing.
+        - A mark with the number 0, so no reset came: the call deletes the mark. A process of that epoch may write the
+          mark again.
+        - The mark of a reset, or a damaged mark: the call writes the mark of a new epoch. After a reset a mark has to
+          exist. Without a mark, a process that has not seen the reset would write the mark of its own epoch, and later
+          processes would join that epoch.
+
+        A mark that another process writes after this call is the mark of a reset, too. If a process writes its mark
+        between the two requests of this call, the process writes the mark once more at its next check.
+
+        Returns:
+            Why the old mark stays, in one line; no line if the call did its work.
         """
         deadline = min(deadline, time.monotonic() + self._settings.job_timeout)
         try:
