@@ -62,8 +62,8 @@ class LedgerState:
 
     total_bytes: Bytes | None = None  # see above; None if unknown
     pending_bytes: Bytes = 0
-    """Granted bytes when the last survey began, plus bytes granted since, less bytes returned since. A survey adds this
-    to its count."""
+    """Granted bytes when the last survey began, plus the bytes granted since then, less the bytes returned since then.
+    A survey adds `pending_bytes` to the bytes that it counts."""
     survey: str = ""  # random name of the running or last survey
     surveyed_s: Seconds = 0.0  # the file server's time when the last survey ended; 0 if one is due
     unit_bytes: Bytes = 0  # the file system's allocation unit, as far as known; see allocation.py

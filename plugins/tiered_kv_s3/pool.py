@@ -129,7 +129,7 @@ class ConnectionPool:
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
-            for connection in self._used:  # under the lock: a closed one's descriptor may be reused
+            for connection in self._used:  # under the lock: the descriptor of a closed connection may be reused
                 connection.abort()
         for _, connection in idle:
             connection.close()

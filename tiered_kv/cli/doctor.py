@@ -1,7 +1,8 @@
 """`tiered-kv doctor`: what a running engine gains by its stack, what limits it, and which setting to change.
 
-`main` calls `run` on the main thread; a `TimeLimit` asks each storage on another thread. It reads the counters once, in
-Prometheus's text format, so its shares are those since the stack was opened. What must stay true: it changes nothing.
+`main` calls `run` on the main thread; a `TimeLimit` asks each storage on another thread. The verb reads the counters
+once, in Prometheus's text format. So its shares are shares of all blocks since the stack was opened. What must stay
+true: the verb changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tiered_kv.toolkit.administration import StoredNamespace
 
 _TIMEOUT_S: Final = 10.0
 _BLOCKS_MIN: Final = 100
-"""The blocks that a share needs at least: a share of fewer blocks says nothing."""
+"""The least number of blocks of which a share is taken: a share of fewer blocks says nothing."""
 _SAMPLE: Final = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? ([^ ]+)(?: -?\d+)?")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _PROMPT_TOKENS: Final = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
@@ -147,10 +148,13 @@ class Readings:
         order = [labels.get("tier", "") for _, labels, _ in self._samples]
         self.tiers = sorted(named, key=lambda tier: (tier != PRIMARY_NAME, order.index(tier)))
 
-    def values(self, name: str, label: str = "", **labels: str) -> list[tuple[str, float]]:
-        """Return a metric's finite values of all engines with these `labels`, each with its value of `label`."""
+    def values(self, name: str, by: str = "", **labels: str) -> list[tuple[str, float]]:
+        """Return a metric's finite values of all engines, of the samples that have these `labels`.
+
+        With each value comes the sample's text of the label that is called `by`; an empty text without such a label.
+        """
         return [
-            (of.get(label, ""), value)
+            (of.get(by, ""), value)
             for each, of, value in self._samples
             if each == name and labels.items() <= of.items() and 0 <= value < math.inf
         ]
@@ -174,11 +178,11 @@ class TierReading:
         self.hits = self.count("blocks_total", "hit", label="result")
         self.failed = self.count("failed_blocks_total")
         self.offered = self.count("stored_blocks_total") + self.count("skipped_blocks_total")
-        # `ghost_hits_total` counts the hits with other sizes among these: the blocks that requests loaded or stored.
+        # Blocks that requests loaded or stored. `ghost_hits_total` counts hits among them, with other capacities.
         self.used = max(self.asked, self.count("stored_blocks_total") + self.count("loaded_blocks_total"))
 
     def count(self, name: str, *values: str, label: str = "reason") -> float:
-        """Return a counter, or the sum of its series with one of these values of a label."""
+        """Return a counter: the sum of all its series, or of the series whose `label` has one of these `values`."""
         found = self._readings.values(f"{PREFIX}{name}", label, tier=self.name)
         return sum(number for value, number in found if not values or value in values)
 
@@ -216,9 +220,9 @@ class TierReading:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A possible limit of a tier, with its advice: a `sentence`, and the `setting` to change.
+    """A possible limit of a tier, with the advice about it: a `sentence`, and the `setting` to change.
 
-    It counts if `blocks` is at least the share `least` of `out_of`, and `out_of` is at least `blocks_min`.
+    The rule holds if `blocks` is at least the share `least` of `out_of`, and `out_of` is at least `blocks_min`.
     """
 
     name: str

@@ -1,8 +1,9 @@
 """`tiered-kv inspect`: what each tier of a stack stores, by namespace, and whether its blocks are sound.
 
-`main` calls `run` on the main thread. A `TimeLimit` calls each storage on another thread, which fills the tier's
-`TierInspection`. A storage that hangs may fill it after its time. What must stay true: it opens no tier, and without
-`--repair` it changes nothing. A tier that fails is reported, and the others are inspected all the same.
+`main` calls `run` on the main thread. A `TimeLimit` inspects each storage on another thread, which fills the tier's
+`TierInspection`. The thread of a storage that hangs may fill its `TierInspection` after the time limit. What must stay
+true: the verb opens no tier, and without `--repair` it changes nothing. A tier that fails is reported, and the other
+tiers are inspected all the same.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from tiered_kv.toolkit.administration import (
 
 _TIMEOUT_S = 600.0
 _RATE_BYTES = 100 << 20
-"""Bytes a second that a check reads: a few percent of an SSD, less than a tenth of a network of 10 Gbit/s."""
+"""Bytes a second that a check reads: a few percent of what an SSD reads, and less than a tenth of what a network of
+10 Gbit/s carries."""
 _TIMEOUT_FACTOR = 4
 """A check may take this many times as long as its rate needs."""
 _SHOW_INTERVAL_S = 0.1
 _SLEEP_MIN_S = 0.01
 _LAG_MAX_S = 1.0
-"""How far a check may be behind its rate and then catch up: slow reads and long sleeps put it behind."""
+"""Limit of the seconds that a check catches up. Slow reads and long sleeps put a check behind its rate."""
 _CHECKED = ("ok", "blocks", "size_bytes", "damaged", "unreadable", "repaired", "checks_tags", "notes", "error")
 
 
@@ -86,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         metavar="TIME",
         type=seconds,
-        help="for each tier to count (10m), and then to verify (as long as the rate needs four times)",
+        help="limit for the count of each tier (10m), and for its verification (four times what the rate needs)",
     )
 
 
@@ -154,9 +156,10 @@ def _verify(
 
 
 def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Callable[[int], None]:
-    """Return a callback for each block's bytes, which sleeps to keep to the rate.
+    """Return a callback that gets the bytes of each checked block, and sleeps to keep to the rate.
 
-    It sleeps and shows progress once for many small blocks: either takes longer than the check of one.
+    For small blocks, the callback sleeps and shows progress once for many blocks. To sleep, or to show progress, takes
+    longer than to check one small block.
     """
     done_bytes = 0
     due_s = shown_s = time.monotonic()

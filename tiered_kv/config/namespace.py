@@ -61,7 +61,7 @@ class Parallel(StrictModel):
 
 
 class Namespace(StrictModel):
-    """Everything but the block size that must agree for blocks to be interchangeable.
+    """The settings that must be equal before two engines may use one block. The size of a block is the only other one.
 
     Texts are compared exactly: "main" and "Main" are different revisions.
     """

@@ -1,7 +1,8 @@
 """Codecs of blocks: compression, encryption, both, or none; and their settings.
 
-A tier opens one `CodecSet`. The thread that stores or loads a block calls it, several at once. A payload decodes to the
-block that was stored, or to a status that says why not. `docs/reference/formats.md` describes the payloads.
+A tier opens one `CodecSet`. The threads that store or load blocks call it, several threads at once. What must stay
+true: a payload decodes to the block that was stored, or to a status that says why it does not.
+`docs/reference/formats.md` describes the payloads.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from tiered_kv.toolkit.zstd import Zstd
 
 _PRIVATE: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 HUGE_PAGE_BYTES: Final = 2 << 20
-"""The size of a huge page. A large request from huge pages reaches a disk at once; from small pages, in pieces of about
-1 MiB. If a kernel has only larger huge pages, a buffer cannot fill them, and gets small pages."""
+"""The size of a huge page. A large request from huge pages reaches a disk as one request. A large request from small
+pages reaches a disk in pieces of about 1 MiB. If a kernel has only larger huge pages, a buffer gets small pages."""
 
 RAW_ID: Final = 0
 ZSTD_ID: Final = 1

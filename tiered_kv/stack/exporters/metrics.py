@@ -29,7 +29,8 @@ Read = Callable[[], Snapshot | CounterView]
 """Returns the counters of a stack, as `Stack.counters` or `Stack.snapshot`; any thread may call."""
 
 NAME_SERIES_MAX: Final = LABELS_MAX + 8
-"""Limit of the series of one name in a tier. The numbers that the tier's type does not declare are one metric."""
+"""Limit of the series of one metric of a tier. All numbers that the tier's type does not declare count as one
+metric."""
 DROPPED: Final = "dropped_series"
 DROPPED_METRIC: Final = Metric(DROPPED, "Numbers of the tier that are no metrics: too many, or unfit names or values.")
 THIRD_PARTY: Final = f"{TIER_PREFIX}number"
