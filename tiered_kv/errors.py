@@ -72,7 +72,7 @@ def _libraries_of(extra: str) -> list[tuple[str, str]]:
     if that version is too old, else ""."""
     try:
         needed = importlib.metadata.requires("tiered-kv") or []
-    except importlib.metadata.PackageNotFoundError:  # its files alone are there
+    except importlib.metadata.PackageNotFoundError:  # the package's files are there, without the distribution
         return [("", "")]
     of_extra = re.compile(rf"\bextra *== *['\"]{re.escape(extra)}['\"]")
     libraries = [each.partition(";")[0].strip() for each in needed if of_extra.search(each.partition(";")[2])]

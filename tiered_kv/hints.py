@@ -27,7 +27,8 @@ HINT_NAMES: Final[tuple[HintName, ...]] = get_args(HintName)
 ENVELOPE_KEY: Final = "kv_hint"
 ACTION: Final = "tiered_kv.hints"
 """The action that carries our own hints."""
-ACTIONS_MAX: Final = 64  # in one envelope
+ACTIONS_MAX: Final = 64
+"""Limit of the actions in one envelope."""
 SECONDS_MAX: Final = 604_800.0
 """The longest time in a hint: a week."""
 
@@ -37,9 +38,12 @@ class Hints:
     """The hints of a request about the blocks that it is the last to use."""
 
     priority: int = 0  # value of hits in these blocks, compared with other requests': -1, 0 or 1
-    ttl_s: float | None = None  # after so many seconds no request will use the blocks
-    expect_return_s: float | None = None  # after so many seconds a request will probably use the blocks
-    skips_store: bool = False  # its new blocks are not stored
+    ttl_s: float | None = None
+    """Seconds after which no request will use the blocks."""
+    expect_return_s: float | None = None
+    """Seconds after which a request will probably use the blocks."""
+    skips_store: bool = False
+    """Whether the request's new blocks are not stored."""
     skips_load: bool = False  # it loads no blocks, and computes its whole prompt
 
     @classmethod

@@ -73,7 +73,7 @@ class FsAdministration(ListingAdministration):
                     users = [name for name, holder in state.holders.items() if holder.namespace == digest]
                     for name in users:  # an open stack registers again; entries of ended ones must not stay
                         del state.holders[name]
-                    state.surveyed_s = 0.0  # only a survey can find out how much of their grants they have used
+                    state.surveyed_s = 0.0  # only a survey can find out how much the holders have used of their grants
                 purged = self.delete_all(digest, deadline)
                 with without_room(), ledger.locked() as state:
                     state.take_off(purged.size_bytes or 0)

@@ -66,8 +66,10 @@ class BlockFiles:
 
     def __post_init__(self) -> None:
         self._uid = os.geteuid() if self.private else None
-        self._room = ThreadBuffer()  # for stored payloads that differ from their blocks (codec); one per thread
-        self._unreadable: Unreadable[str] = Unreadable()  # by path
+        self._room = ThreadBuffer()
+        """Buffers for payloads that a codec has made from their blocks; each thread has a buffer of its own."""
+        self._unreadable: Unreadable[str] = Unreadable()
+        """The blocks that could not be read, by path."""
         self._failures = FirstFailures(_log, self.namespace_path, reason_of)
         self.newest_path = ""  # the path of the last stored block; any thread may read it
 
@@ -134,7 +136,7 @@ class BlockFiles:
                 self.counters.add("failed_calls_total", reason.value)
                 if reason is not Reason.ABSENT:
                     self._failures.note("reading blocks", error)
-                if reason is not Reason.ABSENT and error.errno != errno.ENOMEM:  # of memory, not of the file
+                if reason is not Reason.ABSENT and error.errno != errno.ENOMEM:  # memory was lacking
                     self._unreadable.note((path,))
             if reason is not None:
                 moved.reason = reason
@@ -197,7 +199,7 @@ class BlockFiles:
             return Reason.EXPIRED
         temporary = temporary_path(path, self.owner)
         size_bytes = sum(map(len, parts))
-        learns = not moved.used_bytes  # only from the first file of a call: a status may cost a network round trip
+        learns = not moved.used_bytes  # only of the first file: a status may cost a network round trip
         try:
             try:
                 self._write(temporary, parts, learns)

@@ -30,7 +30,8 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 YIELDS_MAX: Final = 3  # how often blocks give way to one write
 _SMALL_FILE_BYTES: Final = 64 << 10
 _SMALL_FILE_INODES: Final = 4  # blocks to delete for a small file, which is written under a new name and then renamed
-_SAMPLE: Final = 64  # files to list; four times as many as must be deleted, if that is more
+_SAMPLE: Final = 64
+"""About how many files are listed; four times the number of files to delete, if that is more."""
 _VAIN_PAUSE_S: Final = 10.0  # the pause after deletions did not help: others take the space
 
 
@@ -68,7 +69,8 @@ def without_room() -> Iterator[None]:
             raise
 
 
-_vain_until_s: Final[dict[str, float]] = {}  # by shared directory; any thread assigns
+_vain_until_s: Final[dict[str, float]] = {}
+"""Until when no attempt to make room is worth it, by shared directory. Any thread assigns."""
 
 
 def free(root: str, wanted_bytes: int, wanted_files: int, attempt: int) -> Freed:
@@ -89,7 +91,7 @@ def free(root: str, wanted_bytes: int, wanted_files: int, attempt: int) -> Freed
         if removed(path, root):
             files += 1
             size_bytes += occupied_bytes(status)
-            with suppress(OSError):  # not empty; a directory takes an inode, too
+            with suppress(OSError):  # the directory is not empty; an empty directory takes an inode
                 os.rmdir(os.path.dirname(path))
     return Freed(files, size_bytes)
 

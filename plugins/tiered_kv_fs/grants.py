@@ -44,10 +44,12 @@ _TICK_S: Final = 5.0  # how often the ledger is used while no store asks
 _IDLE_TICKS: Final = 2  # ticks without a store until unused bytes are returned
 _BUSY_PAUSE_S: Final = 0.05  # between two uses of the ledger while a sweep makes room
 _REFUSAL_S: Final = 1.0  # how long later stores fail at once after a failure, so that each need not wait
-_CLOSE_TIMEOUT_S: Final = 0.5  # for the end of the tasks, and again for the return of grants
+_CLOSE_TIMEOUT_S: Final = 0.5
+"""Limit of the seconds that `close` waits for the end of the tasks, and again for the return of grants."""
 _MEASURE_S: Final = 10.0
 """How often to look at the disk's free space; some file systems count a removed file seconds later."""
-GRANTS_MIN: Final = 16  # a capacity, or a smaller disk, has room for so many grants at least
+GRANTS_MIN: Final = 16
+"""The least number of grants for which a capacity has room; the disk counts, if it is smaller than the capacity."""
 _EPOCH_TIMEOUT_S: Final = 5.0
 _EXCHANGES_MAX: Final = 5  # tries of one use of the ledger, if locks are lost
 _SURVEY_PAUSES: Final = 10  # the pause between surveys for lost locks, in durations of a survey
@@ -92,12 +94,14 @@ class GrantClient:
         self._measure_after_s = 0.0
         self._ledger = DirectoryLedger(self.directory.path, self._note_lost_lock)
         self._sweeper = DirectorySweeper(self.directory, self._ledger, self._usable_bytes, self.counters, self.on_age)
-        self.used_bytes = 0  # as of the last use of the ledger; any thread may read it
+        self.used_bytes = 0
+        """Bytes that the directory used when this process last used the ledger. Any thread may read it."""
         with without_room(), self._ledger.locked() as state:
             self.used_bytes = state.total_bytes or 0
         self._free_bytes = 0  # granted, and not reserved by a store
         self._in_flight_bytes = 0  # reserved by stores that have not ended
-        self._valid_until_s = 0.0  # when the grants lapse, by `time.monotonic`
+        self._valid_until_s = 0.0
+        """When the grants lapse, in seconds of `time.monotonic`."""
         self._waiting: deque[int] = deque()  # the bytes that each waiting store wants, the longest wait first
         self._idle_ticks = _IDLE_TICKS  # ticks since the last store; no grant is taken before the first store
         self._is_registered = False  # the ledger has had an entry of this tier
@@ -109,7 +113,8 @@ class GrantClient:
         self._entries: list[Holder] = []  # this tier's entry in the ledger: one of these
         self._is_survey_owed = False  # the ledger lost this tier's entry, and perhaps a part of the total
         self._survey_after_s = -math.inf  # no survey is asked for before, because of a lost entry
-        self._lost_lock_s = -math.inf  # when another process was last known to hold the same lock
+        self._lost_lock_s = -math.inf
+        """When another process was last known to hold the same lock, in seconds of `time.monotonic`."""
         self._is_asked = asyncio.Event()
         self._is_sweep_asked = asyncio.Event()
         self._is_answered = asyncio.Event()  # set, and then replaced, after each use of the ledger
@@ -262,7 +267,7 @@ class GrantClient:
         self._is_full = outcome is Sweep.FULL
         if self._is_full:  # for example, because of foreign files: that does not change soon
             self._sweep_after_s = time.monotonic() + max(_REFUSAL_S, 10 * (time.monotonic() - begin_s))
-        if outcome is not Sweep.BUSY or self._waiting:  # else the next tick tries again
+        if outcome is not Sweep.BUSY or self._waiting:  # if not, the next tick tries again
             self._is_asked.set()
 
     async def _attempt(self, work: Callable[[], Awaitable[None]]) -> FileReason | None:
@@ -299,7 +304,7 @@ class GrantClient:
             if entry is not None and not is_known:  # another process held the lock too, and overwrote the entry
                 self._note_lost_lock()
             self._is_survey_owed |= not is_known and self._is_registered
-            if self._is_survey_owed and time.monotonic() >= self._survey_after_s:  # not after each loss
+            if self._is_survey_owed and time.monotonic() >= self._survey_after_s:  # no survey after each loss
                 pause_s = max(_TICK_S, _SURVEY_PAUSES * self._sweeper.survey_s)
                 self._is_survey_owed, self._survey_after_s = False, time.monotonic() + pause_s
                 state.surveyed_s = 0.0
@@ -314,7 +319,7 @@ class GrantClient:
             self._entries = [*([entry] if entry is not None and is_known else []), written]  # the write may fail
             state.holders[self.owner] = written
         self._entries = [written]
-        if state.total_bytes is None:  # with the ledger, other files may have been removed
+        if state.total_bytes is None:  # the ledger was lost, and other files may have been removed with it
             self.directory.make()
             return _Reply(0, is_known, 0, needs_sweep=True)
         is_short = state.total_bytes + self.grant_bytes > self._usable_bytes

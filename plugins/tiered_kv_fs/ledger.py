@@ -52,7 +52,8 @@ class Holder:
 
     namespace: str
     epoch: str
-    granted_bytes: Bytes  # not stored yet, or being stored
+    granted_bytes: Bytes
+    """Bytes of the grants that are not stored yet, or are being stored."""
     seen_s: Seconds  # the file server's time when the holder last renewed its grant
 
 
@@ -67,7 +68,8 @@ class LedgerState:
     survey: str = ""  # random name of the running or last survey
     surveyed_s: Seconds = 0.0  # the file server's time when the last survey ended; 0 if one is due
     unit_bytes: Bytes = 0  # the file system's allocation unit, as far as known; see allocation.py
-    holders: dict[str, Holder] = field(default_factory=dict)  # by their random names
+    holders: dict[str, Holder] = field(default_factory=dict)
+    """The processes with grants, by their random names."""
     now_s: float = 0.0  # the file server's time when the lock was taken; not stored
 
     def add(self, size_bytes: int) -> None:

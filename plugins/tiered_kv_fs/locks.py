@@ -157,7 +157,8 @@ def _unlock(fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-_kinds: Final[dict[int, str]] = {}  # of file systems, by device; any thread assigns
+_kinds: Final[dict[int, str]] = {}
+"""The kinds of file systems, by device. Any thread assigns."""
 
 
 def _kind(fd: int) -> str:

@@ -75,8 +75,10 @@ class DirectorySweeper:
 
     def __post_init__(self) -> None:
         self._root = self.directory.path
-        self._candidates: deque[tuple[int, str, int]] = deque()  # as in `_Count.oldest`, the oldest first
-        self._candidates_until_s = 0.0  # when they are too old, by `time.monotonic`
+        self._candidates: deque[tuple[int, str, int]] = deque()
+        """The next blocks to evict, in the form of `_Count.oldest`; the oldest block comes first."""
+        self._candidates_until_s = 0.0
+        """When `_candidates` are too old to be used, in seconds of `time.monotonic`."""
         self._spared: list[tuple[int, str, int]] = []  # candidates that were used since they were listed
         self.survey_s = 0.0
         """How long the last survey took. Any thread may read it."""
@@ -117,7 +119,7 @@ class DirectorySweeper:
                         self._candidates, self._spared = deque(sorted(self._spared, reverse=True)), []
                         spares_used = False
                 else:
-                    if spares_used:  # else the uses that were written for this sweep would make all blocks look young
+                    if spares_used:  # otherwise uses that were written for this sweep would make all blocks look young
                         self.on_age(time.time() + self._candidates[0][0] / 1e9)
                     self._evict(missing_bytes, spares_used)
                 missing_bytes = self._missing_bytes(wanted_bytes)
@@ -179,7 +181,7 @@ class DirectorySweeper:
                 return False
             state.total_bytes = found.used_bytes + state.pending_bytes
             state.surveyed_s = state.now_s
-            if found.oldest:  # without a block the unit is not known
+            if found.oldest:  # if there is no block, the unit is not known
                 state.unit_bytes = found.unit_bytes
         self._candidates = deque(sorted(found.oldest, reverse=True))
         self._candidates_until_s = time.monotonic() + SURVEY_INTERVAL_S
@@ -197,7 +199,7 @@ class DirectorySweeper:
                 size_bytes = occupied_bytes(status, unit_bytes)
                 found.used_bytes += size_bytes
                 if stat.S_ISREG(status.st_mode) and _BLOCK.fullmatch(path):
-                    is_allocated = status.st_blocks * 512 >= status.st_size  # else its unit is not known yet
+                    is_allocated = status.st_blocks * 512 >= status.st_size  # if not, the unit is unknown
                     found.unit_bytes = unit_of(status, max(found.unit_bytes, 0 if is_allocated else unit_bytes))
                     entry = (-status.st_mtime_ns, path, size_bytes)
                     if len(found.oldest) < _CANDIDATES_MAX:
@@ -236,7 +238,7 @@ class DirectorySweeper:
         """Remove empty directories of epochs. A process that has just joined an epoch makes its directories again."""
         for epoch in epochs:
             path = f"{self._root}/{epoch}"
-            with suppress(OSError):  # not empty, or gone
+            with suppress(OSError):  # the directory is not empty, or has been removed
                 for shard in os.listdir(path):
                     os.rmdir(f"{path}/{shard}")
                 os.rmdir(path)

@@ -89,7 +89,7 @@ class FsTier(AsyncTier):
         save = partial(self._cache_epoch.try_to_save, _SHUTDOWN_TIMEOUT_S)
         self._saving = BackgroundTask(save, f"tiered-kv-{name}-reset")
         try:
-            with without_room():  # on a full disk, the first store joins an epoch instead
+            with without_room():  # if the disk is full, the first store joins an epoch instead
                 self._cache_epoch.value(time.monotonic() + _OPEN_TIMEOUT_S)
             self._grants = GrantClient(
                 self._directory,

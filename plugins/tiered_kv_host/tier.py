@@ -34,7 +34,8 @@ from tiered_kv_host.settings import HostTierSettings
 
 _THREADS: Final = 3  # workers, each with one part of a job at a time
 _PART_BYTES: Final = 16 << 20  # bytes of a part
-_PART_BLOCKS_MAX: Final = 256  # a part leases, or writes, at most so many of the server's rows at a time
+_PART_BLOCKS_MAX: Final = 256
+"""Limit of the server's rows that one part leases or writes at a time."""
 _LEASE_SHARE: Final = 8
 """A part leases at most the rows divided by this. The leases of three parts stay below the limit of a session."""
 _VECTORS_MAX: Final = 1024  # IOV_MAX of Linux
@@ -75,7 +76,8 @@ class HostTier(BlockingTier):
         self._socket = settings.socket
         self._region: PrimaryRegion | None = None  # the server's rows; of the last server, while none answers
         self._lock = threading.Lock()  # guards the manager and the region; no thread holds it while it copies
-        self._numbers = itertools.count()  # of requests at the server
+        self._numbers = itertools.count()
+        """Numbers of the requests at the server."""
         name = f"{self.name}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         attachment = Attachment(settings.socket, Hello(name, "scheduler", settings=_told(self.tier_spec)))
         attachment.connect()
@@ -163,7 +165,7 @@ class HostTier(BlockingTier):
         with self._request() as context, self._lock:
             self._manager.ask_known(lambda: names_of(keys), context)
         answers = self.contains_blocks(keys)
-        is_same = self._manager.link is link  # else the server was away, and did not answer
+        is_same = self._manager.link is link  # if not, the server was away, and did not answer
         return [key for key, is_there in zip(keys, answers, strict=True) if not is_there] if is_same else ()
 
     def close(self) -> None:

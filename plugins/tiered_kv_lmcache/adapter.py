@@ -92,11 +92,14 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
             tier_type_of(tier).load()  # now, so that a missing library is an error at the start
         self._l1 = l1_memory_desc
         self._notifiers = {kind: create_event_notifier() for kind in _Kind}
-        self._numbers = itertools.count()  # of tasks
+        self._numbers = itertools.count()
+        """Numbers of the tasks."""
         self._places = Places(self._settings)
         self._lock = threading.Lock()  # guards the fields below; held for dictionary operations only
-        self._results: dict[_Kind, dict[int, Any]] = {kind: {} for kind in _Kind}  # by number of the task
-        self._sets: dict[tuple[object, ...], TierSet] = {}  # by model and layout
+        self._results: dict[_Kind, dict[int, Any]] = {kind: {} for kind in _Kind}
+        """Results that LMCache has not taken, by kind and by number of the task."""
+        self._sets: dict[tuple[object, ...], TierSet] = {}
+        """The tier sets, by model and layout."""
         self._is_closed = False
         self._was_asked_to_delete = False
 
@@ -168,7 +171,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
             loaded = [key for key, is_done in zip(keys, answers, strict=True) if is_done]
             if loaded and kind is _Kind.LOAD:
                 self._notify_keys_accessed(loaded)
-        finally:  # also if a listener of LMCache raises
+        finally:  # runs also if a listener of LMCache raises
             moved_bytes = sum(tier_set.block_bytes * len(places) for tier_set, places in done.items())
             result = L2StoreResult(all(answers), moved_bytes) if kind is _Kind.STORE else _bitmap(answers)
             self._put(kind, number, result)
@@ -223,7 +226,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
                     self._report_removed,
                 )
                 if self._is_closed:
-                    found.close()  # its tasks end with misses
+                    found.close()  # the tasks of the set end with misses
                 else:
                     self._sets[layout] = found
             return found
@@ -313,7 +316,7 @@ def _begin(
         try:
             getattr(tiers, kind.value)(*arguments, end)
             return
-        except Exception as error:  # of any kind: LMCache gets its answer
+        except Exception as error:  # LMCache gets its answer, whatever is raised
             _log.error("%s of %d objects: %s: %s", kind.value, len(names), type(error).__name__, error)
     end([False] * len(names))
 

@@ -58,7 +58,8 @@ class MemoryTier(BlockingTier):
         )
         self._codecs = settings.open_codecs()
         self._capacity_bytes = settings.capacity
-        self._record_bytes = HEADER_BYTES + self.block_bytes + self._codecs.overhead_bytes  # at most
+        self._record_bytes = HEADER_BYTES + self.block_bytes + self._codecs.overhead_bytes
+        """The most bytes that a record takes."""
         if self._record_bytes > self._capacity_bytes:
             raise ConfigError(
                 f"{self._capacity_bytes} bytes do not hold one record of {self._record_bytes} bytes",
@@ -71,7 +72,8 @@ class MemoryTier(BlockingTier):
         self._records_lock = threading.Lock()
         # Bytes of records, removed records that loads still read, records from before a reset, and stores in flight.
         self._used_bytes = 0
-        self._remains: deque[OrderedDict[OffloadKey, _Record]] = deque()  # from before resets; no lookup finds them
+        self._remains: deque[OrderedDict[OffloadKey, _Record]] = deque()
+        """Records from before resets. No lookup finds these records."""
         self._counters = Counters(METRICS)
         self._absent: deque[OffloadKey] = deque(maxlen=_ABSENT_MAX)  # touched, but missing; the scheduler's
         self._events = EventLog(self.tier_spec.wants_events)
@@ -126,7 +128,7 @@ class MemoryTier(BlockingTier):
     def reset_cache(self) -> bool:
         with self._records_lock:
             self.begin_epoch()
-            if self._records:  # to release a million records takes a second: stores and loads do it, in parts
+            if self._records:  # a release of a million records takes a second: stores and loads release them, in parts
                 self._remains.append(self._records)
                 self._records = OrderedDict()
                 self._sweep()
@@ -175,7 +177,7 @@ class MemoryTier(BlockingTier):
             absent = []
             for key, block in pairs:
                 if key in self._records:
-                    self._records.move_to_end(key)  # so that the others of the run do not evict it
+                    self._records.move_to_end(key)  # the other stores of the run must not evict this record
                 else:
                     absent.append((key, block))
             reserved = len(absent) * self._record_bytes

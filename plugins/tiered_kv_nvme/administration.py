@@ -215,11 +215,12 @@ class Inspection:
         self.path = self.claimed.path
         self._digest = self.identity.digest.hex()
         self._pattern = segment_pattern(self.identity.digest)
-        self._counters = StoreCounters(self.path)  # not reported
+        self._counters = StoreCounters(self.path)
+        """Counters that the scans need. No report shows their counts."""
         self._scratch = ThreadBuffer()
         data = read_file(f"{self.path}/{EPOCH_NAME}", PAGE_BYTES)
         mark = EpochMark.decode((data or b"")[:MARK_BYTES_MAX].rstrip(b"\0"))
-        self._epoch = 0 if mark is None else int(mark.value, 16)  # without a mark no block is valid
+        self._epoch = 0 if mark is None else int(mark.value, 16)  # if there is no mark, no block is valid
 
     def count(self, census: Census) -> SurveyedSegments:
         files = size_bytes = free = unusable = left_out = filled_bytes = 0

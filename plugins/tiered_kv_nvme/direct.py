@@ -53,7 +53,7 @@ def probe_direct(disk: Disk, directory_fd: int, mount: Mount | None, existing: s
             raise
         return DirectIO(False, f"a test write with O_DIRECT failed ({error.strerror})")
     finally:
-        remove(PROBE_NAME, dir_fd=directory_fd)  # if it stays, the next opening removes it or fails
+        remove(PROBE_NAME, dir_fd=directory_fd)  # if the file stays, the next opening removes it or fails
 
 
 def _refused(fd: int) -> DirectIO | None:

@@ -237,7 +237,7 @@ def take_lock(directory_fd: int, claimed: ClaimedDirectory) -> int:
         return fd
     with ExitStack() as undo:
         undo.callback(os.close, fd)
-        check_file(fd, f"{claimed.path}/{LOCK_NAME}", any_owner=not claimed.private)  # before the first write to it
+        check_file(fd, f"{claimed.path}/{LOCK_NAME}", any_owner=not claimed.private)  # before the first write
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -50,7 +50,7 @@ class DirectoryEpoch:
             except OSError as error:
                 if not is_full(error):
                     raise
-                self.renew()  # without a mark, no earlier block is valid
+                self.renew()  # if there is no mark, no earlier block is valid
             else:
                 self._flush(self.value)  # the process before may have been killed before its flush
         except BaseException as error:

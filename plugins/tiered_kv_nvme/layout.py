@@ -60,8 +60,10 @@ def summary_bytes(count: int, key_bytes: int) -> int:
 class SegmentHeader(NamedTuple):
     """The first page of a segment."""
 
-    digest: bytes  # of the namespace
-    generation: int  # of the segment's present use
+    digest: bytes
+    """The digest of the namespace."""
+    generation: int
+    """The number of the segment's present use."""
     segment_bytes: int
     block_bytes: int
     refused_offset: int = 0  # where the disk refused a batch: no batch lies there or behind; 0: it refused none
@@ -87,11 +89,14 @@ class BatchHeader(NamedTuple):
 
     header_bytes: int  # whole pages, with the entries and their keys
     entry_count: int
-    digest: bytes  # of the namespace
-    generation: int  # of the segment's use
+    digest: bytes
+    """The digest of the namespace."""
+    generation: int
+    """The number of the segment's use in which the bytes were written."""
     epoch: int
     sequence: int  # the batch's number in this use of the segment
-    offset: int  # of the batch in the file
+    offset: int
+    """The place of the batch in the file, in bytes."""
     batch_bytes: int  # whole pages, with the payloads
 
     def encode(self, header: memoryview, entries: Sequence[SegmentEntry], keys: Sequence[OffloadKey]) -> None:
@@ -122,11 +127,15 @@ class Summary(NamedTuple):
 
     table_bytes: int  # whole pages, with the keys
     entry_count: int
-    digest: bytes  # of the namespace
-    generation: int  # of the segment's use
+    digest: bytes
+    """The digest of the namespace."""
+    generation: int
+    """The number of the segment's use in which the bytes were written."""
     epoch: int
-    sequence: int  # of the next batch
-    end_offset: int  # of the listed batches
+    sequence: int
+    """The sequence number of the next batch."""
+    end_offset: int
+    """The end of the listed batches in the file, in bytes."""
     segment_bytes: int
     table_checksum: bytes
 
@@ -149,9 +158,11 @@ class Summary(NamedTuple):
 class SegmentEntry(NamedTuple):
     """One stored block. Size and checksum belong to the payload as stored."""
 
-    offset: int  # of the payload in the file
+    offset: int
+    """The place of the payload in the file, in bytes."""
     stored_bytes: int
-    codec: int  # its number; see `tiered_kv/toolkit/codecs.py`
+    codec: int
+    """The number of the codec; see `tiered_kv/toolkit/codecs.py`."""
     checksum: bytes
 
 

@@ -63,11 +63,13 @@ class Reclaimer:
         self._grow_after_s = 0.0  # no segment is added before, by `time.monotonic`
         self._grow_wait_s = _RETRY_S / 2  # doubled by each failure
         self._excess_after_s = 0.0  # the capacity is not checked before
-        self._watched_s = time.monotonic()  # when deleted files were last looked for
+        self._watched_s = time.monotonic()
+        """When the reclaimer last looked for deleted files."""
         self._watch_after_s = self._watched_s + _WATCH_S
         self._is_failing = False  # a reclaimed segment's header could not be written, and no file was made since
         self._log_limit = LogLimit()
-        self._full_since_s: float | None = None  # since when the log says that the disk is full
+        self._full_since_s: float | None = None
+        """Since when the log says that the disk is full; None if it does not say so."""
         self._space_limit = LogLimit(_SPACE_PAUSE_S, _SPACE_AT_ONCE)
         self._thread = start_thread(self._serve, self.name)
 
@@ -84,7 +86,7 @@ class Reclaimer:
                 with self.pool.changed:
                     missing = self.pool.free_missing
                 worked = (missing > 0 and self._make_room()) or self._seal()
-            except BaseException as error:  # without a reclaimer every later store would fail
+            except BaseException as error:  # the thread goes on: if it ended, every later store would fail
                 self._log(error)
                 worked, failed = False, True
             if not worked:
@@ -136,7 +138,7 @@ class Reclaimer:
         if segment is None:
             return False
         if not void:
-            self.files.seal(segment)  # if it fails, recovery scans the batches
+            self.files.seal(segment)  # if the seal fails, recovery scans the batches
         with self.pool.changed:
             segment.state = SegmentState.SEALED
         return True
@@ -280,7 +282,7 @@ class Reclaimer:
             segment.forget_refusal()
         if usable and not self.files.renew(segment, generation):
             if self.files.unlink(segment.slot) is Unlinked.FAILED:
-                return False  # for example, a read-only file system
+                return False  # the file system is read-only, for example
             usable, segment.damaged, self._is_failing = False, True, True
         with self.pool.changed:
             if usable:
@@ -308,7 +310,7 @@ class Reclaimer:
             with self.pool.changed:
                 deleted_bytes = self.pool.deleted_bytes
             excess_bytes = self.files.excess_bytes() + deleted_bytes
-        except OSError as error:  # for example, too many open files
+        except OSError as error:  # the process has too many open files, for example
             self.counters.note_io_error("listing the directory", error)
             return False
         if excess_bytes > 0:

@@ -45,7 +45,8 @@ EVICTED_MAX = 1 << 24  # evicted blocks that are remembered at most, in 64 MiB
 _USES = 4  # classes of uses: 0, 1, 2, and more
 _USES_MASK = 3
 _TICK_SHIFT = 3
-_TICKS = 1 << 13  # after this many, 1024 turnovers, the last use of a block looks recent again
+_TICKS = 1 << 13
+"""Ticks before the clock begins anew: 1024 turnovers. A block whose last use is that old looks recently used."""
 _AGES = int(EDGES[-1])  # ages in ticks that are distinguished
 _BUCKETS = [bisect_right(EDGES, age) - 1 for age in range(_AGES)]
 _BUCKET_ARRAY = np.array(_BUCKETS, np.uint16)
@@ -71,7 +72,8 @@ class Worth:
         self.filled = 0  # segments that stores have begun to fill
         self._now = 0  # the tick, as in a state
         self._density = HitDensity(1, _USES)
-        self._densities: Table = np.ones(_USES * BUCKETS)  # as of the last ranking, like the price
+        self._densities: Table = np.ones(_USES * BUCKETS)
+        """The densities at the last ranking, as the price is."""
         self._price = 1.0
         self._ranked: list[Segment] = []  # the next to reclaim is the last
         self._last_uses = [[0] * _AGES for _ in range(_USES)]  # number of blocks, with evicted ones: by uses, last tick

@@ -67,7 +67,8 @@ class Blocks:
             send_bytes=max(_SEND_BYTES_MIN, _SENDS_BYTES // settings.connections),
             pipeline_bytes=settings.pipeline,
         )
-        self._unreadable: Unreadable[bytes] = Unreadable()  # by name in the servers
+        self._unreadable: Unreadable[bytes] = Unreadable()
+        """The blocks that could not be read, by their names in the servers."""
         # Whether the next store asks first which blocks exist: if half of the last store's blocks existed.
         # Threads overwrite each other's value: that costs a round trip, or some needless sends.
         self._asks_first = False

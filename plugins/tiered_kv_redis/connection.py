@@ -60,7 +60,8 @@ class Link:
 
     def __init__(self, connection: Connection, sock: socket.socket, opened_s: float) -> None:
         self.connection = connection
-        self.opened_s = opened_s  # by `time.monotonic()`, before it was connected
+        self.opened_s = opened_s
+        """When the connection began to be made, in seconds of `time.monotonic()`."""
         self.stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else Stream(sock)
         self.replies = ReplyReader(self.stream)
         self.room = SendRoom()
@@ -177,7 +178,7 @@ def _address_options(settings: RedisSettings, address: Address) -> Options:
 
 def _common_options(settings: RedisSettings) -> Options:
     return {
-        "protocol": 2,  # in which a server sends nothing but replies
+        "protocol": 2,  # in this version a server sends nothing but replies
         "retry": Retry(NoBackoff(), 0),  # one attempt: the caller decides about the next
         "socket_timeout": settings.connect_timeout,
         "socket_connect_timeout": settings.connect_timeout,

@@ -37,7 +37,8 @@ class Batch:
     keys: Sequence[OffloadKey]
     names: Sequence[bytes]  # the keys' names in the servers
     blocks: Sequence[memoryview]  # empty for a lookup
-    deadline: float  # in seconds of `time.monotonic()`
+    deadline: float
+    """The deadline of the commands, in seconds of `time.monotonic()`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,8 @@ class Calls(Exchange):
 
     def __init__(self, node: Node, positions: Sequence[int], failures: Failures, commands: Mapping[int, bytes]) -> None:
         super().__init__(node, positions, failures)
-        self.replies: dict[int, Reply] = {}  # by position; errors are in `failures` too
+        self.replies: dict[int, Reply] = {}
+        """The replies, by position of the command. Errors are in `failures` too."""
         self._commands = commands
         self.longest_bytes = max(map(len, commands.values()), default=0)
 

@@ -60,7 +60,8 @@ class Node:
         self.label = label
         self.said: MutableMapping[RedisReason, str] = {} if said is None else said
         self._pending_bytes_max: int | None = None
-        self._narrow_until_s = -math.inf  # until when `_pending_bytes_max` counts
+        self._narrow_until_s = -math.inf
+        """Until when `_pending_bytes_max` holds, in seconds of `time.monotonic()`."""
         self._is_cut_off = False  # a connection was closed while replies were pending, and no load has ended since
         self._limit = LogLimit()
         self._on_connect = on_connect

@@ -51,7 +51,7 @@ class Stream:
             while at < len(rest) and sent >= len(rest[at]):
                 sent -= len(rest[at])
                 at += 1
-            if sent:  # only a piece of this part was sent: the socket is slow
+            if sent:  # the socket took only a piece of this part: it is slow
                 rest[at] = memoryview(rest[at])[sent:]
 
     def receive(self, views: Sequence[memoryview], deadline: float) -> int:
@@ -218,7 +218,7 @@ class ReplyReader:
             return
         kept = self._buffer[self._start : self._end]
         if len(self._buffer) < len(kept) + size:
-            self._buffer = bytearray(len(kept) + size)  # not resized: views of it may exist
+            self._buffer = bytearray(len(kept) + size)  # a new buffer: views of the old one may exist
         self._buffer[: len(kept)] = kept
         self._start, self._end = 0, len(kept)
 

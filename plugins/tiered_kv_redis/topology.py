@@ -50,11 +50,14 @@ class Topology:
         self._settings = settings
         self._on_change = on_change
         self.said: dict[RedisReason, str] = {}
-        self._nodes: dict[Address | None, Node] = {}  # as `_owners`, replaced as a whole: no lock
-        self._owners: Mapping[int, Node] = {}  # by a cluster's slot; otherwise the only server has number 0
+        self._nodes: dict[Address | None, Node] = {}
+        """The servers by address. The dict is replaced as a whole, as `_owners` is: so readers need no lock."""
+        self._owners: Mapping[int, Node] = {}
+        """The server of each slot of a cluster. Without a cluster, the only server has the slot 0."""
         self._is_stale = settings.mode != "standalone"  # whether the next `split` asks for addresses
         self._reason: RedisReason | None = None  # why the last request for addresses failed
-        self._asked_s = -math.inf  # when the last request for addresses ended
+        self._asked_s = -math.inf
+        """When the last request for addresses ended, in seconds of `time.monotonic()`."""
         self._asker = BackgroundTask(self._ask, "tiered-kv-redis-topology")
         if settings.mode == "standalone":
             self._use({0: settings.addresses[0] if settings.socket is None else None})

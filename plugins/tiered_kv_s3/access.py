@@ -66,7 +66,8 @@ class BucketAccess:
         self._current: Credentials | None = None
         self._used: deque[Credentials] = deque(maxlen=8)  # the last ones: servers' texts may repeat them
         self.failure_texts = FailureTexts()
-        self._limit = LogLimit()  # by operation, reason and level
+        self._limit = LogLimit()
+        """Limits the lines of the log, by operation, reason and level."""
         self._renew_pause_s = RENEW_PAUSE_S
         self._problem = "no thread can be started that asks for credentials"  # why there are no credentials
         self._asked_s = self._renewed_s = -math.inf  # the last call of the provider, and the last `renew`
@@ -171,7 +172,7 @@ class BucketAccess:
         try:
             client = self._make_client(
                 {"signature_version": UNSIGNED},
-                aws_access_key_id="none",  # so that boto3 calls no provider
+                aws_access_key_id="none",  # with a key given, boto3 calls no provider
                 aws_secret_access_key="none",
             )
             bucket = self._settings.bucket

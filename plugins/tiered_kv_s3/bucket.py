@@ -46,7 +46,8 @@ from tiered_kv_s3.verdict import (
 
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MAX_S = 2.0
-MOVE_S = 10.0  # after a move to another region, requests to the earlier region are repeated for so long
+MOVE_S = 10.0
+"""Seconds after a move to another region in which requests to the earlier region are repeated."""
 
 _REFUSALS = frozenset({Verdict.DENIED, Verdict.REFUSED})
 
@@ -83,10 +84,12 @@ class Bucket:
         self._put_headers = {name: value for name, value in headers.items() if value}
         self.pool = ConnectionPool(access.endpoint(), settings.ca_file, access.counters)
         self._signer = Signer(access.region)
-        self._moved_s = -math.inf  # when the signer and the pool were given another region
+        self._moved_s = -math.inf
+        """When the signer and the pool last got another region, in seconds of `time.monotonic()`."""
         self._words: dict[Verdict, str] = {}  # the server's last text, by verdict; any thread
         self._closing = threading.Event()
-        self.heard_s = -math.inf  # when the server last refused a request, by `time.monotonic()`; any thread
+        self.heard_s = -math.inf
+        """When the server last refused a request, in seconds of `time.monotonic()`. Any thread assigns."""
 
     def put(
         self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, *, only_if_absent: bool = False
@@ -262,7 +265,7 @@ class Bucket:
         unanswered: dict[int, tuple[int, Connection]] = {}
         for connection in connections:
             at = waiting.popleft()
-            verdicts[at] = Verdict.TIMEOUT  # until it is answered
+            verdicts[at] = Verdict.TIMEOUT  # an answer replaces it
             try:
                 self._send(connection, credentials, "HEAD", names[at])
             except OSError as error:

@@ -67,7 +67,8 @@ class Endpoint:
     host: str
     port: int
     is_tls: bool
-    base_path: str  # before the name of every object: the quoted bucket, or nothing
+    base_path: str
+    """What stands before the name of every object in a path: the quoted bucket, or nothing."""
     proxy: Proxy | None = None
 
     @classmethod
@@ -118,7 +119,8 @@ class Patience:
 @dataclass(frozen=True, slots=True)
 class Answer:
     status: int
-    headers: Mapping[str, str]  # by lower-case name; if a name comes twice, the last value
+    headers: Mapping[str, str]
+    """The headers, by name in lower case. If a name comes twice, the last value counts."""
     body_bytes: int | None  # None if the answer does not say
     is_chunked: bool = False
 

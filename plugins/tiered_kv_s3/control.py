@@ -86,7 +86,8 @@ class Control:
         self._names_at_once, self._page_objects = DELETED_AT_ONCE, PAGE_OBJECTS
         self._deletes_singly = self._lists_by_version_1 = False
         self._closing = threading.Event()
-        self.deadline = math.inf  # for requests that begin from now on, in seconds of `time.monotonic()`
+        self.deadline = math.inf
+        """The deadline of requests that begin from now on, in seconds of `time.monotonic()`."""
         self._lock = threading.Lock()  # guards the two below; held while boto3 makes the client
         self._made_for: tuple[Credentials, float, int] | None = None
         self._client: Any = None  # Any: boto3 makes its class at run time
@@ -215,7 +216,7 @@ class Control:
                 Bucket=self._bucket,
                 Key=name,
                 CopySource={"Bucket": self._bucket, "Key": name},
-                MetadataDirective="REPLACE",  # without a change S3 refuses a copy onto itself
+                MetadataDirective="REPLACE",  # S3 refuses a copy of an object onto itself that changes nothing
                 ContentType="application/octet-stream",
                 **{name: value for name, value in given.items() if value},
             ),
@@ -346,7 +347,7 @@ class Control:
         credentials = self._access.credentials(min(time.monotonic() + _CREDENTIALS_S, self.deadline))
         wanted = credentials, *self._limits()
         with self._lock:
-            if self._made_for != wanted:  # not closed: the earlier client may be in use
+            if self._made_for != wanted:  # the earlier client is not closed: a thread may use it
                 self._client = self._access.client(*wanted)
                 self._client.meta.events.register("before-sign.s3.DeleteObjects", _add_md5)
                 self._made_for = wanted

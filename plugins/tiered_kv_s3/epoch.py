@@ -29,11 +29,13 @@ class Naming:
     """The names of one namespace's objects."""
 
     def __init__(self, prefix: str, namespace_digest: bytes) -> None:
-        self.root = f"{prefix}/{namespace_digest.hex()}/"  # before all names
+        self.root = f"{prefix}/{namespace_digest.hex()}/"
+        """The beginning of all names."""
         self.namespace = f"{self.root}namespace.json"
         self.epoch = f"{self.root}epoch"
         self.sweep = f"{self.root}sweep"
-        self.blocks = f"{self.root}blocks/"  # before the names of all blocks, of any epoch
+        self.blocks = f"{self.root}blocks/"
+        """The beginning of the names of all blocks, of any epoch."""
         self.no_block = f"{self.blocks}{'0' * 16}/00/{'0' * 32}"  # the name of no block: no epoch has this value
 
     def block(self, epoch: str, key: OffloadKey) -> str:

@@ -57,7 +57,8 @@ class ConnectionPool:
         self._counters = counters
         self.endpoint = endpoint
         self._lock = threading.Lock()  # guards the rest; never held across I/O
-        self._idle: list[tuple[float, Connection]] = []  # with the time of their last use, the latest at the end
+        self._idle: list[tuple[float, Connection]] = []
+        """Idle connections, each with the time of its last use. The connection that was used last is at the end."""
         self._used: set[Connection] = set()
         self._is_closed = False
 

@@ -39,8 +39,10 @@ class Presence:
         self._counters = counters
         self._answer_ttl_s = answer_ttl_s
         self._lock = threading.Lock()  # guards the answers; never held across I/O
-        self._answers: OrderedDict[str, tuple[float, Verdict]] = OrderedDict()  # by name; the latest last
-        self._answered_s = -math.inf  # when the bucket last answered a lookup
+        self._answers: OrderedDict[str, tuple[float, Verdict]] = OrderedDict()
+        """Answers with their times, by name of the block. The latest answer is the last."""
+        self._answered_s = -math.inf
+        """When the bucket last answered a lookup, in seconds of `time.monotonic()`."""
 
     def note(self, name: str, verdict: Verdict, asked_s: float) -> None:
         """Keep the verdict on a block at `asked_s` (of `time.monotonic()`), unless there is a newer one.

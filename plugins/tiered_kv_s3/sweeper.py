@@ -259,7 +259,7 @@ class Sweeper:
         """Yield all blocks, each with its age since its last use, and count them in `listing`."""
         begun_s = time.monotonic()
         ended_s, deleted_last = self._last_deleted
-        since_s = begun_s - ended_s + CLOCK_S  # since the last sweep ended: a younger block was stored again
+        since_s = begun_s - ended_s + CLOCK_S  # the time since the last sweep ended: a younger block was stored again
         for page in self._control.listed(self._naming.blocks):
             if self._stopping.is_set():
                 return

@@ -39,7 +39,8 @@ from tiered_kv_s3.verdict import ABSENCE, UNHEARD, BucketError, Verdict
 _PART_BYTES = 1  # one block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel
 _SHUTDOWN_S = 2.0
 _PROBE_S = 10.0  # how long `describe` waits for the epoch's mark
-_TOUCH_S = 60.0  # after how long a use of the same block in a tier above counts again
+_TOUCH_S = 60.0
+"""Seconds after which a use of the same block in a tier above counts again."""
 _SAVE_S = 10.0  # how long a reset tries to write its mark in the background; after that the next store writes it
 _JOB_SHARE = 0.9  # a part ends a tenth of its time early, so that one stalled block does not make its job expire
 _STAYS = UNREADABLE | {RecordStatus.BAD_VERSION}
@@ -70,7 +71,8 @@ class S3Tier(BlockingTier):
         self._name = name = spec.name
         self._settings = settings
         self._codecs = settings.open_codecs()
-        self._room = ThreadBuffer()  # for compressed or encrypted payloads
+        self._room = ThreadBuffer()
+        """Buffers for compressed or encrypted payloads."""
         record_bytes = HEADER_BYTES + block_bytes_of(primary_kv_view) + self._codecs.overhead_bytes
         if settings.capacity is not None and settings.capacity < record_bytes:
             what = f"{settings.capacity} bytes do not hold one record of {record_bytes} bytes"
@@ -94,7 +96,8 @@ class S3Tier(BlockingTier):
             self._bucket, self._naming.no_block, settings.lookup_timeout, f"tiered-kv-{name}-probe"
         )
         self._presence = Presence(self._bucket, self._counters, settings.presence_ttl, self._probe.note_silence)
-        self._loaded_s = -math.inf  # when the bucket last answered a load
+        self._loaded_s = -math.inf
+        """When the bucket last answered a load, in seconds of `time.monotonic()`."""
         self._is_described = False
         self._saving = BackgroundTask(partial(self._epoch.try_to_save, _SAVE_S), f"tiered-kv-{name}-reset")
         self._sweeper = Sweeper(
@@ -120,7 +123,7 @@ class S3Tier(BlockingTier):
             return [False] * len(keys)
         silences, asked_s = self._probe.silences, time.monotonic()
         deadline = asked_s + self._settings.lookup_timeout
-        prefixes: dict[tuple[str, bytes], list[str]] = {}  # by request and KV cache group
+        prefixes: dict[tuple[str, bytes], list[str]] = {}  # names of blocks, by request and KV cache group
         try:
             epoch = self._epoch.value(deadline)
             names = [self._naming.block(epoch, key) for key in keys]
@@ -268,7 +271,7 @@ class S3Tier(BlockingTier):
             nonlocal payload
             if not HEADER_BYTES <= size_bytes <= record_bytes_max(len(block)):
                 return None
-            is_raw = size_bytes - HEADER_BYTES == len(block)  # else compressed, encrypted or damaged
+            is_raw = size_bytes - HEADER_BYTES == len(block)  # if not, the payload is compressed, encrypted or damaged
             payload = block if is_raw else self._room.take(size_bytes - HEADER_BYTES)
             return [memoryview(header), payload]
 

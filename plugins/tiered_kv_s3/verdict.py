@@ -146,7 +146,7 @@ def verdict_of(answer: Answer, body: bytes) -> Verdict:
         return Verdict.SLOW_DOWN
     if status == 412:
         return Verdict.PRESENT
-    if status == 501:  # not implemented; another attempt would not help
+    if status == 501:  # the server does not implement it: another attempt would not help
         return Verdict.REFUSED
     if status >= 500 or status == 408 or code in _UNAVAILABLE_CODES:
         return Verdict.UNAVAILABLE

@@ -75,7 +75,8 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
         self._callers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._outdated: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         """Threads that may hold pages from before a clear. They store and load nothing."""
-        self._load_s_max = sum(tier.job_timeout for tier in self._settings.tiers)  # of a load through all tiers
+        self._load_s_max = sum(tier.job_timeout for tier in self._settings.tiers)
+        """The most seconds that a load through all tiers takes."""
         self._load_until_s = math.inf
         """Time of `time.monotonic()` by which the running load should have ended. SGLang has one thread for loads."""
         self._metrics = StorageMetrics()
@@ -265,10 +266,10 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
                     answers: Future[list[bool]] = Future()
                     getattr(tiers, method)(*arguments, answers.set_result)
                     waiting.append((len(parts.numbers), answers))
-        except Exception as error:  # of any kind: SGLang's thread goes on
+        except Exception as error:  # SGLang's thread goes on, whatever is raised
             _log.error("cannot %s pages of the pool '%s': %s: %s", method, name, type(error).__name__, error)
             whole = [False] * len(keys)
-        finally:  # after an error, too, no tier may use the pages any more
+        finally:  # no tier may use the pages any more, also after an error
             for count, answers in waiting:
                 for place, answer in enumerate(answers.result()):
                     whole[place // count] &= answer

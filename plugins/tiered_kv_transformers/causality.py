@@ -107,7 +107,7 @@ def _states(model: Any, layout: CacheLayout, ids: torch.Tensor, types: str | Non
     if types is not None:
         given[types] = ones
     if "attention_mask" in taken:
-        given["attention_mask"] = ones  # as `generate` does
+        given["attention_mask"] = ones  # `generate` gives this mask, too
     with torch.no_grad():
         model(ids, use_cache=True, **given)
     try:

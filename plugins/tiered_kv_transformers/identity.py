@@ -118,7 +118,7 @@ def _float32_precisions() -> list[str]:
 
     products = [getattr(getattr(torch.backends, name), "matmul", None) for name in ("cuda", "mkldnn")]
     precisions = [getattr(each, "fp32_precision", None) for each in products]
-    if precisions[0] is None:  # before PyTorch 2.9
+    if precisions[0] is None:  # PyTorch before 2.9 has no such attribute
         precisions = [torch.get_float32_matmul_precision()]
     return sorted({str(each) for each in precisions} & {"tf32", "bf16", "high", "medium"})
 

@@ -194,7 +194,7 @@ class PrefixCache:
         # with other tokens, the last key that the stack was given is not among `keys`: all blocks are offered again.
         first = keys.index(given.last_key) + 1 if given.last_key in keys else 0
 
-        def copy_blocks(blocks: int) -> Blocks:  # on the thread that calls `save`
+        def copy_blocks(blocks: int) -> Blocks:  # runs on the thread that calls `save`
             rows = self.layout.gather(states, first, blocks)
             with self._lock:
                 self._given[cache] = _Given(keys[first + blocks - 1], given.epoch)

@@ -92,7 +92,7 @@ class Saver:
         """Refuse further blocks, wait for pending ones, and drop those that the thread has not begun."""
         self._is_stopped = True
         self.wait(timeout_s)
-        with suppress(ShutdownError):  # in a forked child, which has no such threads
+        with suppress(ShutdownError):  # a forked child has no such threads
             self._call_thread.run(partial(self._threads.shutdown, cancel_futures=True))
         self._call_thread.stop()
 

@@ -71,14 +71,17 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
             self._reporting = frozenset(name for name, tier in tiers if tier.reports_stored)
         self._sources = {tier.name: hit_source(tier) for tier in settings}
         self._report = CounterReport(secrets)
-        self._transfers: dict[str, list[_Transfer]] = {}  # by request
-        self._stale: list[_Transfer] = []  # from before a reset; the workers have not flushed them
+        self._transfers: dict[str, list[_Transfer]] = {}
+        """Transfers that the workers have not reported, by request."""
+        self._stale: list[_Transfer] = []
+        """Transfers from before a reset that the workers have not flushed."""
         self._has_events = has_events
         self._flush_steps = flush_steps
-        self._steps_to_flush: int | None = None  # until `_stale` is flushed; None if no flush is awaited
+        self._steps_to_flush: int | None = None
+        """How many steps are left until `_stale` is flushed; None if no flush is awaited."""
         self._meter = PrefillMeter() if is_measured else None
         if self._meter is not None:
-            self._manager.cost.block_s = 0.0  # until a prompt is timed, loads only measure the tiers' paces
+            self._manager.cost.block_s = 0.0  # as long as no prompt was timed, loads only measure the tiers' paces
         self._is_polled = False
         """Whether the jobs that have finished were collected since the last step."""
         self._lacks_answer = False
@@ -224,7 +227,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         running, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
         if self._meter is not None:
             before: dict[str, int] = {}
-            if max(scheduled.values(), default=0) >= PROMPT_TOKENS_MIN:  # else the meter ignores it
+            if max(scheduled.values(), default=0) >= PROMPT_TOKENS_MIN:  # the meter ignores a step with fewer tokens
                 before |= zip(running.req_ids, running.num_computed_tokens, strict=True)
                 before |= {request.req_id: request.num_computed_tokens for request in output.scheduled_new_reqs}
             self._meter.begin([(tokens, before.get(name, 0)) for name, tokens in scheduled.items()])

@@ -177,7 +177,7 @@ def _check(stack: OperatedStack, config: StackConfig) -> StackCheck:
         with ExitStack() as opened:
             listens = _check_listens(config, opened)
             _check_tiers(config, needs, opened, tiers)
-    finally:  # also after Ctrl-C
+    finally:  # runs also after Ctrl-C
         closed = {tier.name for tier in tiers if tier.error and not tier.details}
         is_own = config.namespace.model == OWN_MODEL
         left = purge_own(config, [each for each in config.secondary if is_own and each.name not in closed])
@@ -260,7 +260,7 @@ def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegi
             check = time_limit.run(lambda: _open_and_store(config, settings, region, opened, time_limit), settings)
         except Exception as problem:  # a third-party tier may raise anything
             check = TierCheck(settings.name, settings.type, False, tier_error_text(problem, settings))
-        if check.error or "warning" in check.details:  # these say the same as the log
+        if check.error or "warning" in check.details:  # the error and the warning say what the log says
             drop_log()
     return check
 

@@ -60,7 +60,8 @@ class TierInspection:
     error: str = ""
     unavailable: str = ""  # why tiers of this type show nothing
     survey: Survey = field(default_factory=Survey)
-    checks: dict[str, Verification] = field(default_factory=dict)  # by the namespace's digest
+    checks: dict[str, Verification] = field(default_factory=dict)
+    """The results of the checks, by digest of the namespace."""
 
     @property
     def ok(self) -> bool:

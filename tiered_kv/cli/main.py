@@ -64,13 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             return _run(given)
-        finally:  # also where argparse exits
+        finally:  # runs also where argparse exits
             sys.stdout.flush()
     except KeyboardInterrupt:
         return _failed("interrupted", given, Status.INTERRUPTED)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes it again when it ends
-        if not isinstance(error, BrokenPipeError):  # its reader, such as `head`, has ended
+        if not isinstance(error, BrokenPipeError):  # the reader of a broken pipe has ended, as `head` does
             print(f"error: {error}", file=sys.stderr)
         return Status.ERROR
 

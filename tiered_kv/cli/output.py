@@ -104,7 +104,7 @@ def print_table(
 
 
 def _table_width(widths: Iterable[int]) -> int:
-    return sum(width + 3 for width in widths) - 1  # with the spaces around and between columns
+    return sum(width + 3 for width in widths) - 1  # the sum counts the spaces around and between columns
 
 
 def _table(columns: Sequence[tuple[str, int]], rows: Iterable[Sequence[str]], numbers: bool) -> RenderableType:

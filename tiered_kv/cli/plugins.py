@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Status:
     if args.verb == "plugins":
         return _plugins(args)
-    print_json(stack_schema())  # also without --json
+    print_json(stack_schema())  # the schema is JSON also without --json
     return Status.OK
 
 

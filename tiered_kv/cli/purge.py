@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_stack_arguments(parser, namespace=False)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--tenant", metavar="NAME", help="every namespace of this tenant in those tiers")
-    about = "the namespace with this digest"  # of any stack; the other verbs take a namespace of this stack only
+    about = "the namespace with this digest"  # a namespace of any stack; other verbs take only this stack's
     which.add_argument("--namespace", metavar="DIGEST", type=digest, dest="digest", help=about)
     parser.add_argument("--dry-run", action="store_true", help="show what would be removed")
     parser.add_argument("--yes", action="store_true", help="do not ask")

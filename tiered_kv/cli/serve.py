@@ -78,13 +78,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Status:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise_limit()
-    Users(args.allow_user)  # before the socket is there
+    Users(args.allow_user)  # an unknown user must fail before the socket exists
     listener = _passed_listener() or _listener(args.socket, is_shared=bool(args.allow_user))
     where = str(listener.getsockname())
     why = "it was stopped"
 
     def remove() -> None:
-        if isinstance(listener, Listener):  # else systemd still listens there, and starts a server for the next engine
+        if isinstance(listener, Listener):  # a socket of systemd stays, and starts a server for the next engine
             listener.remove()
 
     def end(number: int, _: object) -> None:

@@ -53,7 +53,7 @@ class TimeLimit:
         future: Future[T] = Future()
         ended = threading.Event()
         start_thread(partial(_run, future, work, ended), f"tiered-kv-{settings.name}-command")
-        while not ended.wait(_POLL_S):  # so that Ctrl-C is noticed
+        while not ended.wait(_POLL_S):  # short waits, so that the main thread notices Ctrl-C
             if time.monotonic() >= self._end_s + grace_s:
                 advice = "; a mount or a device may hang" if from_directory else ""
                 message = f"no answer in {self._limit_s:g} s{from_directory}{advice}"

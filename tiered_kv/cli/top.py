@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> Status:
     can_draw = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
     if args.once or args.json or not can_draw:
         return _once(ask, url, args)
-    for each in (signal.SIGTERM, signal.SIGHUP):  # by an exception, so that the terminal is restored
+    for each in (signal.SIGTERM, signal.SIGHUP):  # the handler raises an exception, so that the terminal is restored
         signal.signal(each, lambda signum, _: sys.exit(128 + signum))
     with suppress(KeyboardInterrupt):
         _draw(ask, url, args.interval, shows_own=args.own)

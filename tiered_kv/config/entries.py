@@ -46,7 +46,7 @@ def check_entries(entries: object, location: Location, taken: Mapping[str, str])
     Raises:
         Problems: It is no list, or an entry cannot be used, or two have one name.
     """
-    if not isinstance(entries, (list, tuple)):  # its text is not shown: it may be a secret at the wrong place
+    if not isinstance(entries, (list, tuple)):  # the message hides the value: it may be a secret at the wrong place
         message = "expected a list of tiers, each a mapping with the key 'type'"
         raise Problems([ConfigError(message, location=dotted(location))])
     names, tiers, problems = dict(taken), list[TierSettings](), list[ConfigError]()

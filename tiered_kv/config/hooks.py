@@ -156,7 +156,8 @@ class PluginState:
 
     plugin: str
     """The name under which it was registered; for an installed plugin, its entry point's name."""
-    distribution: str  # its name and version; empty if a program registered the plugin
+    distribution: str
+    """Name and version of the plugin's distribution; empty if a program registered the plugin."""
     tiers: tuple[TierType, ...]
     error: str | None = None  # why the plugin, or one of its tier types, cannot be used; None if all can be used
 
@@ -183,7 +184,8 @@ class TierPlugins:
         # Entry points not loaded yet. An editable installation may be found twice, by its own path and by PYTHONPATH.
         self._waiting = list({_origin(each): each for each in installed}.values())
         self._states: list[PluginState] = []
-        self._referenced: dict[str, TierType] = {}  # by "module:attribute"
+        self._referenced: dict[str, TierType] = {}
+        """Tier types that were resolved by reference, by the text "module:attribute"."""
 
     def register(self, plugin: object, name: str | None = None) -> PluginState:
         """Add a plugin: a module or object with the `tiered_kv_register_tiers` hook.
@@ -277,7 +279,7 @@ class TierPlugins:
             )
         except KeyboardInterrupt:
             raise
-        except SystemExit as error:  # also of a signal's handler: the process must not go on as before
+        except SystemExit as error:  # a signal's handler may raise it, too: the process must not go on as before
             origin = PluginState(name, distribution, ()).origin
             raise ConfigError(f"{origin} ends the process when it is loaded; repair it, or uninstall it") from error
         except BaseException as error:  # a third-party module, or its hook, may raise anything
@@ -307,7 +309,7 @@ class TierPlugins:
         """Register `plugin` with pluggy and return its tier types; on an error it is not registered."""
         try:
             self._manager.register(plugin, name)
-        except ValueError as error:  # the same object or name twice
+        except ValueError as error:  # the same object or name was registered twice
             raise ConfigError(f"it cannot be registered: {error}") from error
         try:
             others = [other for other in self._manager.get_plugins() if other is not plugin]

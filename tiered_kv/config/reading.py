@@ -91,7 +91,7 @@ def parse_stack_text(
     if data is None:
         raise ConfigError(f"the file is empty: expected a mapping with {keys}", location=source)
     if not isinstance(data, dict):
-        found = "a list" if isinstance(data, list) else "a single value"  # not its text: this may be the wrong file
+        found = "a list" if isinstance(data, list) else "a single value"  # hides the text: the file may be wrong
         raise ConfigError(f"expected a mapping with {keys}, found {found}", location=source)
     return data, lines
 

@@ -178,7 +178,7 @@ def read_key_file(path: str | os.PathLike[str], *, location: str = "") -> bytes:
         # Without blocking, so that a pipe is refused and not waited for.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
-            problem = _refusal(os.fstat(descriptor))  # not of the path: the file may have been replaced
+            problem = _refusal(os.fstat(descriptor))  # of the open file: the path may name another one by now
             if problem is None:
                 text = os.read(descriptor, KEY_FILE_BYTES_MAX).decode("ascii", "replace")
                 wanted = problem_of_key(text)

@@ -35,13 +35,14 @@ _TOPICS_SCHEMA: dict[str, Any] = {
     "anyOf": [_TOPIC_SCHEMA, {"type": "array", "items": _TOPIC_SCHEMA, "minItems": 1, "maxItems": TOPICS_MAX}]
 }
 _RATE_MAX = 1 << 40
-_OFF_SCHEMA: dict[str, Any] = {"enum": ["off", False]}  # as versions 1.2 and 1.1 of YAML read the word
+_OFF_SCHEMA: dict[str, Any] = {"enum": ["off", False]}
+"""YAML 1.2 reads the word `off` as a text, YAML 1.1 as False."""
 _RATE_SCHEMA: dict[str, Any] = {
     "anyOf": [
         {"type": "integer", "minimum": 1, "maximum": _RATE_MAX},
         {"const": "measured"},
         _OFF_SCHEMA,
-        {"type": "string", "pattern": r"^0*[1-9][0-9]*$|\$\{"},  # also from a variable of the environment
+        {"type": "string", "pattern": r"^0*[1-9][0-9]*$|\$\{"},  # a variable of the environment may give the number
     ]
 }
 
@@ -165,7 +166,7 @@ class PrefillSettings(StrictModel):
     @classmethod
     def _is_a_rate(cls, rate: object) -> object:
         is_number = not isinstance(rate, bool) and str(rate).isdecimal()
-        if rate is False:  # as YAML reads the word
+        if rate is False:  # YAML reads the word `off` so
             return "off"
         if rate in ("measured", "off") or (is_number and 1 <= int(str(rate)) <= _RATE_MAX):
             return rate

@@ -85,7 +85,7 @@ def check(model: type[Model], data: object, location: Location = ()) -> Model | 
         ]
     try:
         return model.model_validate(dict(data))
-    except ConfigError as error:  # from a validator of this project
+    except ConfigError as error:  # a validator of this project has raised it
         return [error]
     except ValidationError as error:
         # pydantic's error is not chained: it may hold a secret.

@@ -33,14 +33,17 @@ class Task:
     on_done: Done
     context: ReqContext
     blocks: list[CPUBlock] = field(default_factory=list)  # `block_id` is the offset, `position` the place in `keys`
-    begin_by_s: float = math.inf  # until when blocks wait for a job
+    begin_by_s: float = math.inf
+    """Until when blocks wait for a job."""
     repeats: list[tuple[int, int]] = field(default_factory=list)  # (place without a block, place with its answer)
     answers: list[bool] = field(init=False)
     open_items: int = 1  # the call itself is one, until it has been divided
     is_outdated: bool = False  # it began before a reset
     # Only a lookup has these.
-    asked: list[list[int]] = field(default_factory=list)  # by tier to ask next: places in `keys`; last: no tier left
-    until_s: list[float] = field(default_factory=list)  # by tier: when its keys without an answer become misses
+    asked: list[list[int]] = field(default_factory=list)
+    """Places in `keys`, by the tier to ask next. The last list has the places for which no tier is left."""
+    until_s: list[float] = field(default_factory=list)
+    """When keys without an answer become misses, by tier."""
 
     def __post_init__(self) -> None:
         self.answers = [False] * len(self.keys)

@@ -66,7 +66,8 @@ class TierThread:
         self._pid = os.getpid()
         self._messages: SimpleQueue[_Message] = SimpleQueue()
         self.wake = partial(self._messages.put, None)
-        self._close_by_s: float | None = None  # when transfers must have ended; None before `close`
+        self._close_by_s: float | None = None
+        """When transfers must have ended; None before `close`."""
         self._has_failed = False
         self._is_over: bool | None = None  # whether all transfers have ended; None until the tiers are shut down
         self._has_ended = False  # the thread takes no message any more
@@ -282,7 +283,7 @@ class TierThread:
         self._take_messages(0)
         while not self._is_over:
             busy = {task for queue in self.queues for task in queue.tasks_in_flight()}
-            self._is_over = not busy  # before the answers: after the last one the program may close
+            self._is_over = not busy  # set before the answers are given: after the last answer the program may close
             for task in [task for task in self._open if task not in busy]:
                 self._answer(task)
             if busy:

@@ -22,7 +22,8 @@ class Registry:
 
     def __init__(self) -> None:
         self._sources: list[Source] = []
-        self._own: dict[str, tuple[Callable[[], Mapping[str, Any]], Mapping[str, Metric]]] = {}  # by tier
+        self._own: dict[str, tuple[Callable[[], Mapping[str, Any]], Mapping[str, Metric]]] = {}
+        """The counts and metrics that each tier itself has, by tier."""
 
     def add(self, source: Source) -> None:
         """Add a source. A snapshot has the tiers in the order in which the sources name them first."""

@@ -25,7 +25,8 @@ class StepTimer:
         self.seconds = Histogram(SHORT_SECONDS)
         self.clock = clock
         self.is_on = False  # whether this step is timed, and no timed call runs
-        self.spent_s = 0.0  # in the ended calls of this step
+        self.spent_s = 0.0
+        """Seconds that the ended calls of this step took."""
         self._steps_left = EVERY_STEPS
 
     def end_step(self, began_s: float) -> None:

@@ -185,7 +185,8 @@ class Attachment:
         self._wanted = threading.Event()  # wakes the thread, to connect or to end
         self._closed = threading.Event()
         self._lock = threading.Lock()  # guards `_ready` and `_wanted`, and `_opening`; never held across I/O
-        self._opening: socket.socket | None = None  # of the connection that the thread makes
+        self._opening: socket.socket | None = None
+        """The socket of the connection that the thread is making; None if it makes no connection."""
         self._thread: threading.Thread | None = None
         self._told = ""  # the reason that was logged last
         self._limit = LogLimit(LOGGED_PAUSE_S, 2 * LOGGED_AT_ONCE)
@@ -308,7 +309,7 @@ class Attachment:
                     self._wanted.clear()
                 pause_s = RETRY_MIN_S
                 self._attached(link)
-            except Exception as error:  # of any kind: the next server may be the right one
+            except Exception as error:  # the next server may be the right one, whatever is raised
                 if self._closed.is_set():
                     return
                 self.lost(reason_for(error))

@@ -23,12 +23,14 @@ from tiered_kv.server.protocol import ROW_MAX, Message, ProtocolError
 class AttachedRequest:
     """A request of the engine."""
 
-    number: int  # in the messages of this connection
+    number: int
+    """The number of the request in the messages of this connection."""
     req_context: ReqContext
     hints: Hints
     link: HostLink | None = None
     """The connection that knows the request; None until something is sent of it."""
-    epoch: int = 0  # of this engine, when the request began
+    epoch: int = 0
+    """The epoch of this engine when the request began."""
     is_outdated: bool = False
     """Whether it began before a reset: it stores and loads nothing."""
     keys: list[OffloadKey] = field(default_factory=list)
@@ -49,7 +51,8 @@ class AttachedRequest:
     stored_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
     unsent: int = 0
     """Index in `keys` of the first key that the server was not asked for yet."""
-    asked_s: float = 0.0  # when it last asked, by the manager's clock
+    asked_s: float = 0.0
+    """When the request last asked the server, by the manager's clock."""
     waits_for_answer: bool = False
     """Whether no answer has come since it last asked."""
     is_ahead: bool = False  # whether it is prefetched, and not scheduled yet

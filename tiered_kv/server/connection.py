@@ -72,7 +72,8 @@ class ServerConnection:
         self._clock = clock
         self._on_message, self._on_reset, self._on_lost = on_message, on_reset, on_lost
         self._on_attached = on_attached
-        self._instance = ""  # of the last server's memory; see `Welcome`
+        self._instance = ""
+        """The name of the last server's memory; see `Welcome`."""
         self._epochs_before = 0
         """`epoch` less the server's own number, which begins with 0 when a server starts."""
         self._resets_owed = 0

@@ -33,7 +33,7 @@ class IdlePoll:
         self._lock = lock
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        with suppress(ResourceError):  # without it, the next call notices the server's end
+        with suppress(ResourceError):  # if there is no thread, the next call notices the server's end
             self._thread = start_thread(self._run, "tiered-kv-idle")
 
     def stop(self) -> None:
@@ -48,6 +48,6 @@ class IdlePoll:
                 with self._lock:
                     if self._manager.is_unused and not self._over.is_set():
                         self._manager.poll()
-            except Exception:  # without this thread, a dead server's memory would be kept for good
+            except Exception:  # the thread goes on: if it ended, a dead server's memory would be kept for good
                 if limit.take() is not None:
                     _log.exception("the connection to the host's cache: an unexpected error; %s", limit.about)

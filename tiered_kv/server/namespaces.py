@@ -89,7 +89,8 @@ class Namespaces:
             if isinstance(tier, Mapping) and _is_host_client(tier.get("type")):
                 raise ConfigError("a server has the host's cache: leave this tier out", location=f"secondary.{number}")
         self._stacks: dict[bytes, ServedStack] = {}
-        self._opening: dict[bytes, list[Opened]] = {}  # by the namespace's digest, as the stacks
+        self._opening: dict[bytes, list[Opened]] = {}
+        """Clients that wait for the opening of a stack, by the digest of the namespace, as in `_stacks`."""
         self.wake: Callable[[], None] = lambda: None
         self.socket_path: Path | None = None
 

@@ -28,7 +28,8 @@ class Process:
     """Its number in the server's PID namespace; 0 for a process outside of it."""
     pidfd: int
     """Readable once the process has ended; -1 if the system gives none."""
-    since_s: float  # when it connected, by `time.monotonic`
+    since_s: float
+    """When the process connected, in seconds of `time.monotonic`."""
     hello: Hello | None = None
     session: Session | None = None
     """None until its stack is open."""

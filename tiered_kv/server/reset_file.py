@@ -104,7 +104,7 @@ class ResetFile:
     def note_written(self, count: int) -> None:
         """Note that the tiers have written so many resets."""
         if self._own_fd >= 0:
-            with suppress(OSError):  # then the next server resets once more
+            with suppress(OSError):  # if the write fails, the next server resets once more
                 os.pwrite(self._own_fd, _WRITTEN.pack(count), 0)
 
     def close(self) -> None:
@@ -127,7 +127,8 @@ class ResetNotes:
         self._settings = settings
         self._lock = threading.Lock()  # guards the next two; held for the append of a byte
         self._fd = -1
-        self._noted: tuple[int, int, int] | None = None  # of the last note: device and inode of its file, and its place
+        self._noted: tuple[int, int, int] | None = None
+        """Device and inode of the file with the last note, and the place of the note; None before the first note."""
         self._has_warned = False
         self.count = 0
         """How many resets were noted. The manager's thread alone changes it, after the note."""
@@ -155,7 +156,7 @@ class ResetNotes:
                 os.write(self._fd, b"r")
                 status = os.fstat(self._fd)
                 self._noted = status.st_dev, status.st_ino, status.st_size - _WRITTEN.size
-                is_kept = status.st_nlink > 0  # else the directory was removed with the server that has ended
+                is_kept = status.st_nlink > 0  # if not, the directory was removed after the end of its server
         if is_kept:
             return
         try:

@@ -348,7 +348,7 @@ class ServedStack:
             self._resets.add()
         try:
             self._reset_all(number)
-        finally:  # also after a mistake of ours: requests of an epoch that is over find and store nothing
+        finally:  # runs also after a mistake of ours: requests of an ended epoch find and store no block
             self.generations.bump_all()
             self.index.forget(self.manager.primary.blocks)
             for session in self.sessions.values():

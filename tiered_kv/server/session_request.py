@@ -43,7 +43,8 @@ class SessionRequest:
     """Keys that were split; `keys` appends the others."""
     answered: int = 0
     """Keys before this one have their final codes."""
-    leased: dict[int, None] = field(default_factory=dict)  # its leased rows, as an ordered set
+    leased: dict[int, None] = field(default_factory=dict)
+    """The leased rows of the request, as an ordered set."""
     is_ahead: bool = False
     """Whether the request waits in the engine's queue."""
     is_prefix: bool = False
@@ -201,4 +202,4 @@ class RowIndex:
         self._blocks = blocks
 
     def _current(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
-        return np.frombuffer(self._generations, np.uint32)  # not kept: an array that is kept keeps the memory mapped
+        return np.frombuffer(self._generations, np.uint32)  # the array is not kept: it would keep the memory mapped

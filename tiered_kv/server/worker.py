@@ -166,7 +166,7 @@ class HostWorker:
                 else:
                     self._closed.wait(pause_s)
                     pause_s = min(2 * pause_s, RETRY_MAX_S)
-            except Exception as error:  # of any kind: the next connection may be better
+            except Exception as error:  # the next connection may be better, whatever is raised
                 self._attachment.lost(reason_for(error))
                 self._unlink()
                 self._closed.wait(pause_s)
@@ -189,7 +189,7 @@ class HostWorker:
                 mapped = _MappedRows(region, self._open_handlers(region))
                 with self._lock:
                     self._rows[instance] = mapped
-                if self._closed.is_set():  # while it mapped them
+                if self._closed.is_set():  # `close` came while this thread mapped the rows
                     self._close_rows()
             link.channel.add(protocol.MAPPED)
             link.channel.flush()

@@ -122,6 +122,6 @@ async def _finish(call: Callable[[float], T], timeout: float, *, always: bool = 
             if not always and claim.acquire(blocking=False):
                 raise
     if is_cancelled:
-        running.exception()  # else asyncio logs an exception without a reader
+        running.exception()  # asyncio logs an exception that nobody reads
         raise asyncio.CancelledError
     return cast("T", running.result())

@@ -111,7 +111,7 @@ class StackCalls(Generic[M]):
         return pause(pause_s)
 
     def _run(self, call: Callable[[], T]) -> T:
-        self._raise_if_closed()  # before the lock: `close` holds it until the manager is shut down
+        self._raise_if_closed()  # the check comes before the lock, which `close` holds until the manager is shut down
         return self._call_thread.run(call)  # raises in a forked child, where a lock may be held for ever
 
     @contextmanager

@@ -259,7 +259,7 @@ class BlockFacade(StackCalls[M]):
             if known < len(wanted):  # a miss: the blocks after it are useless
                 count = taken - ready + known
             if ready < len(wanted) and time.monotonic() >= max(end_s, stalled_s):
-                break  # also if a slow tier loads one block after another
+                break  # the call ends, also if a slow tier still loads one block after another
             if ready:
                 pause_s = PAUSE_MIN_S
                 if stall_s:

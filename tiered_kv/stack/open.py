@@ -184,7 +184,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         return Observed(self.config, self.history, self._manager, self.opened_s, self.snapshot)
 
     def _snapshot(self) -> Snapshot:
-        with self._call():  # without the lock: calls that move blocks would wait for it
+        with self._call():  # no lock is held: calls that move blocks would wait for it
             return self._manager.registry.snapshot()
 
     def _explain(self, keys: Sequence[OffloadKey]) -> list[Explanation]:

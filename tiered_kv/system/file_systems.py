@@ -126,7 +126,8 @@ class Mount:
     """A mounted file system."""
 
     point: str  # the directory where it is mounted
-    source: str  # for example the device
+    source: str
+    """What is mounted, for example the device."""
     kind: str
     options: frozenset[str]
 

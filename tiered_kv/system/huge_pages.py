@@ -40,7 +40,8 @@ class PoolLimit:
 
     amount: int
     used: int
-    where: str  # for messages
+    where: str
+    """The place of the limit, for messages."""
 
     @property
     def left(self) -> int:

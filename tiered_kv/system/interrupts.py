@@ -115,7 +115,7 @@ class CallThread:
             try:
                 raise error
             finally:
-                del error  # its traceback has this frame
+                del error  # the error's traceback keeps this frame, and the frame would keep the error
         return call.results[0]
 
     def check(self) -> None:

@@ -46,13 +46,15 @@ class Take:
     amount: int  # bytes, or a number
     setting: str
     is_estimate: bool = False  # never a reason to refuse the stack
-    amount_max: int = 0  # its amount under a higher limit, if that is more
+    amount_max: int = 0
+    """The amount that would be taken under a higher limit, if that amount is more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
     amount: int
-    where: str  # for messages
+    where: str
+    """The place of the limit, for messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ class LogLimit:
         self._ahead_s = (at_once - 1) * pause_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._kinds: dict[Hashable, tuple[float, int]] = {}  # when the credit is full again, and lines left out
+        self._kinds: dict[Hashable, tuple[float, int]] = {}
+        """When the credit of each kind is full again, and how many lines were left out."""
 
     def take(self, kind: Hashable = "") -> int | None:
         """Return how many lines of this kind were left out since the last one; None if this one is left out, too."""

@@ -54,7 +54,8 @@ class FailingTier(JobWrapperTier):
         self.failing = failing
         self._fails = fails
         self._failed: list[JobId] = []
-        self._kept: dict[JobId, list[OffloadKey]] = {}  # by job, the keys that went to the wrapped tier
+        self._kept: dict[JobId, list[OffloadKey]] = {}
+        """The keys that went to the wrapped tier, by job."""
 
     def submit(self, job: JobMetadata) -> None:
         kept = [index for index, key in enumerate(job.keys) if not (self.failing and self._fails(key))]

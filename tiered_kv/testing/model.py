@@ -24,8 +24,10 @@ from tiered_kv.testing.rig import block_content
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
-_PATIENT_ROUNDS = 100  # of a lookup without faults, before each further round advances the clock
-_ROUNDS_MAX = 200  # of a lookup
+_PATIENT_ROUNDS = 100
+"""Rounds of a lookup without faults, after which each further round advances the clock."""
+_ROUNDS_MAX = 200
+"""Limit of the rounds of a lookup."""
 _ROUND_S = 0.001
 _CLOCK_STEP_S = 5.0
 _MUCH_STORED = 8  # blocks

@@ -288,7 +288,7 @@ class _Pipe:
         loop = asyncio.get_running_loop()
         read_at_s, chunk = await self._in_flight.get()
         while (early_s := read_at_s + self._faults.latency_s - loop.time()) > 0:
-            await asyncio.sleep(min(early_s, _PACE_S))  # in steps, since the fault may be switched off meanwhile
+            await asyncio.sleep(min(early_s, _PACE_S))  # short steps, since a test may switch the fault off
         self._counts["stalled"] += self._faults.stalls
         while self._faults.stalls:
             await asyncio.sleep(_PACE_S)

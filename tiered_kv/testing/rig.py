@@ -106,7 +106,8 @@ class TierRig:
         self._expected = self._region.array.copy()
         self._rows = itertools.cycle(np.random.default_rng(0).permutation(num_blocks).tolist())
         self._job_ids = itertools.count(1)
-        self._jobs: dict[JobId, JobMetadata] = {}  # in flight
+        self._jobs: dict[JobId, JobMetadata] = {}
+        """The jobs in flight."""
         self._results: dict[JobId, JobResult] = {}
         self._succeeded: dict[JobId, set[OffloadKey]] = {}
         self._requests = itertools.count(1)
@@ -235,7 +236,7 @@ class TierRig:
         is_promotion: bool,
         request: ReqContext | None = None,
     ) -> JobMetadata:
-        if rows is None:  # in random order
+        if rows is None:  # no order is given: the rows come in random order
             rows = list(itertools.islice(self._rows, len(keys)))
         block_ids: BlockIds = np.array(rows, dtype=np.int64)
         busy = {row for job in self._jobs.values() for row in job.block_ids.tolist()}

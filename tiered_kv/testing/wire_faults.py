@@ -32,7 +32,8 @@ from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.proxy import NO_FAULTS, Direction, FaultProxy, Faults
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
 
-_HEAD_OFFSETS = (0, 1, 4, 10, 25, 60, 110, 180, 300)  # in bytes
+_HEAD_OFFSETS = (0, 1, 4, 10, 25, 60, 110, 180, 300)
+"""Places near the beginning of an exchange, in bytes."""
 _TRANSFER_S = 0.5
 """Seconds that a slowed transfer takes, so that a fault comes in the middle of it."""
 _LOOKUPS_MAX = 100
@@ -294,7 +295,7 @@ class TierUnderWireFaults:
         with bench.lasting(fault):
             if not bench.rig.tier.reset_cache():
                 pytest.skip("the tier cannot reset: the manager stops using it then")
-            bench.rig.epoch = 1  # from now on the earlier bytes are wrong
+            bench.rig.epoch = 1  # the bytes of the earlier epoch are wrong from now on
             bench.play(keys)
             bench.rig.store(keys[:4])
         bench.play(keys)

@@ -264,7 +264,7 @@ class TierAccount:
         if done and not is_load:
             history.note(self._number, Fate.STORED, [key for key in keys if key in ok])
         fate = result.cause.fate
-        if not is_load or fate in (Fate.EVICTED, Fate.CORRUPT):  # after other failures the tier still has the block
+        if not is_load or fate in (Fate.EVICTED, Fate.CORRUPT):  # the tier still has the block after other failures
             history.note(self._number, fate, [key for key in keys if key not in ok])
 
 

@@ -55,7 +55,7 @@ def checked_answers(answers: Any, count: int) -> list[bool | None]:  # Any: from
     listed = answers if isinstance(answers, list) else list(answers)
     if len(listed) != count:
         raise WrongValueError(f"{count} answers", answers)
-    if listed.count(False) == count:  # by far the most frequent
+    if listed.count(False) == count:  # this case is by far the most frequent
         return listed
     return listed if {*map(type, listed)} <= {bool, type(None)} else [*map(checked_answer, listed)]
 

@@ -189,7 +189,7 @@ class EngineCalls(CacheManager):
         state = requests.state_of(req_context)
         if requests.is_outdated(req_context):
             state.stores.is_kept = False
-            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])  # after None an engine would try in each step
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])  # an engine would try again in each step after None
         chain = state.chain_in(req_context)
         stored, has_present = primary.find_absent(keys)
         if state.hints.skips_store:

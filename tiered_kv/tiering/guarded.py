@@ -117,7 +117,8 @@ class GuardedTier:
         self._outages = Outages(settings, self.account, partial(self.call, "explain_failure"))
         if isinstance(self.tier, IsolatedTier):
             self.tier.note_exception = self.account.note_exception
-        self.jobs: dict[JobId, SubmittedJob] = {}  # not reported yet; expired jobs too
+        self.jobs: dict[JobId, SubmittedJob] = {}
+        """Jobs that the tier has not reported yet, expired jobs among them."""
         self.lacking: dict[OffloadKey, None] = {}
         """The last blocks that the tier refused or failed to store, at most `lacking_max`; the oldest first."""
         self.lacking_max = 0

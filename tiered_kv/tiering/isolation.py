@@ -190,7 +190,7 @@ class IsolatedTier(WrapperTier):
             self._wake.set()
             self._thread.join(CLOSE_TIMEOUT_S)
         elif is_first:
-            self._run()  # without a thread; `_is_closing` ends it at once
+            self._run()  # no thread runs: this call ends at once, since `_is_closing` is set
 
     def _post_urgent(self, call: Callable[[], object]) -> None:
         self._urgent_posted += 1
@@ -206,7 +206,7 @@ class IsolatedTier(WrapperTier):
         self._notify()
 
     def _notify(self) -> None:
-        if not self._wake.is_set():  # if it is set, the tier's thread has yet to look for messages
+        if not self._wake.is_set():  # if the flag is set, the tier's thread has yet to look for messages
             self._wake.set()
 
     def _ensure_thread(self) -> None:

@@ -59,14 +59,17 @@ class LateTier(SecondaryTierManager):
         self.takes_offsets = takes_offsets
         self.failure = "it has not answered yet"
         """Why the tier is not open."""
-        self._refusal: ConfigError | None = None  # of the first try
+        self._refusal: ConfigError | None = None
+        """The error of the first try to open the tier; None if it did not fail."""
         self._settings = settings
         self._on_finished = self.tier_spec.on_finished
         self._inner: SecondaryTierManager | None = None  # the manager's thread sets it
-        self._opened: deque[SecondaryTierManager] = deque(maxlen=1)  # from the opening's thread
+        self._opened: deque[SecondaryTierManager] = deque(maxlen=1)
+        """The tier, handed over by the thread that opened it."""
         self._refused: list[JobResult] = []  # results of jobs that came before the tier was open
         self._announced: set[str] = set()  # requests that the tier knows
-        self._resets = 0  # of this object
+        self._resets = 0
+        """How many resets this object has seen."""
         self._tried, self._closing = threading.Event(), threading.Event()
         self._log_limit = LogLimit()
         name = f"tiered-kv-{settings.name}-open"

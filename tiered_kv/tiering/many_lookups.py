@@ -111,7 +111,7 @@ class ManyLookups:
         if not below:
             return self.lookup_many(keys, req_context)
         found = dict(zip(below, self.contains_many(below, req_context), strict=True))
-        end = next((index for index, key in enumerate(keys) if found.get(key) is False), len(keys))  # of the prefix
+        end = next((index for index, key in enumerate(keys) if found.get(key) is False), len(keys))  # end of the prefix
         asked = [*keys[:end], *(key for key in keys[end:] if found.get(key) is False)]
         answers = dict(zip(asked, self.lookup_many(asked, req_context), strict=True))
         return [answers.get(key) for key in keys]

@@ -54,7 +54,8 @@ class Promotions:
     ) -> None:
         self._rows = rows
         self._cascade = cascade
-        self.blocks_max = blocks_max  # in promotion or held
+        self.blocks_max = blocks_max
+        """Limit of the blocks that are being promoted or are held."""
         self.released_holds = 0
         self._hold_s = hold_s
         self._clock = clock

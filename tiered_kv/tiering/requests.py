@@ -134,7 +134,8 @@ class StoreState:
 class RequestState:
     """The state of a request, from its first call to its end. Owned by the manager's thread."""
 
-    req_context: ReqContext  # of the first call
+    req_context: ReqContext
+    """The context of the request's first call."""
     lookups: LookupState
     cost: EngineCost
     """Cost of the request's engine, as that engine reports it. It decides loads of this engine only."""

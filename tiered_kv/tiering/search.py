@@ -132,7 +132,7 @@ class Search:
             except tier_exceptions():
                 self._fail(guarded, state, "lookup")
                 continue
-            if answer is False and not unanswered:  # by far the most frequent
+            if answer is False and not unanswered:  # this case is by far the most frequent
                 continue
             verdict = self._judge(key, answer, guarded, state)
             if verdict is not _Verdict.ASK_NEXT_TIER:
@@ -264,7 +264,7 @@ class Search:
         else:
             is_awaited = self._promotions.begin(key, guarded, state)
         if is_awaited:
-            if key in state.loads.promoting:  # not if it waits for room: then it may ask again
+            if key in state.loads.promoting:  # a block that waits for room is not there: the request may ask again
                 if guarded in state.lookups.load_room:
                     state.lookups.load_room[guarded] -= 1
                 if self._owner is not None:

@@ -44,7 +44,8 @@ class Spell:
         self.is_on = self._is_logged = False
         self._begun_s = 0.0
         self._about = ""
-        self._before = Lost(0, 0)  # at the beginning
+        self._before = Lost(0, 0)
+        """The losses when the spell began."""
         self._unsaid = 0  # spells that were left out since the last line
 
     def begin(self, now_s: float, about: str, lost: Lost) -> None:

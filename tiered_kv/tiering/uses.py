@@ -133,12 +133,13 @@ class _Lacked:
         self._clock = clock
         num_rows = rows.backend.num_blocks
         self.wanted: dict[OffloadKey, None] = {}
-        if guarded.admission.is_open():  # else `Cascade` offers refused blocks again when they are loaded
+        if guarded.admission.is_open():  # otherwise `Cascade` offers refused blocks again when they are loaded
             guarded.lacking_max = min(num_rows, LACKED_MAX)
         self._pause_s = self._after_s = 0.0  # the last pause, and when it ends
         self._evicted_max = max(num_rows // EVICTED_SHARE, _EVICTED_MIN)  # blocks; `_evicted_room` are left now
         self._evicted_room, self._evicted_s = float(self._evicted_max), clock()
-        self._refill = num_rows / _HOUR_S  # of `_evicted_room`, in blocks a second
+        self._refill = num_rows / _HOUR_S
+        """How fast `_evicted_room` grows, in blocks a second."""
         self._reports_absent = guarded.overrides("take_absent")
         self._is_told = guarded.overrides("touch")
 

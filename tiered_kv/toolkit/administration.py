@@ -51,11 +51,15 @@ class StoredNamespace:
     """A namespace with data in a tier's storage; None means unknown."""
 
     digest: str  # 32 hexadecimal digits
-    described: Mapping[str, object] = field(default_factory=dict)  # its readable form; empty if none matches the digest
+    described: Mapping[str, object] = field(default_factory=dict)
+    """The readable form of the namespace; empty if no readable form matches the digest."""
     blocks: int | None = None
-    size_bytes: int | None = None  # in the storage, including marks and readable forms
-    written: Ages | None = None  # since the blocks were written
-    used: Ages | None = None  # since the blocks were last used or written
+    size_bytes: int | None = None
+    """Bytes in the storage, including marks and readable forms."""
+    written: Ages | None = None
+    """Ages since the blocks were written."""
+    used: Ages | None = None
+    """Ages since the blocks were last used or written."""
 
     @property
     def tenant(self) -> str | None:

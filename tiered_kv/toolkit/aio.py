@@ -163,7 +163,7 @@ class AsyncTier(QueuedTier):
             assert self._event_loop is not None
             with suppress(RuntimeError):  # the loop has been closed
                 self._event_loop.call_soon_threadsafe(self._start_parts)
-        elif self._event_loop is None:  # on the scheduler's thread: only it adds the first work
+        elif self._event_loop is None:  # this is the scheduler's thread: no other thread adds the first work
             self._ensure_worker()
 
     # The scheduler's thread.
@@ -171,7 +171,7 @@ class AsyncTier(QueuedTier):
     def _ensure_worker(self) -> None:
         if self._loop_thread is not None and (not self._lacks_worker or self._loop_thread.is_alive()):
             return
-        self._lacks_worker = False  # before the thread begins: it sets the flag if it gets no event loop
+        self._lacks_worker = False  # cleared before the thread begins, which sets the flag if it gets no event loop
         try:
             self._loop_thread = start_thread(self._run_loop, f"tiered-kv-{self.name}-loop")
         except ResourceError as error:

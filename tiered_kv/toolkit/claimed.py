@@ -53,7 +53,8 @@ _REMEDIES: Final = {
 class Identity:
     """Describes the blocks that a directory holds."""
 
-    digest: bytes  # of the namespace, 16 bytes
+    digest: bytes
+    """The digest of the namespace, of 16 bytes."""
     namespace: Mapping[str, object]  # the readable form of the namespace
     block_bytes: int
 

@@ -42,7 +42,8 @@ _SALT_BYTES = 16
 _NONCE_BYTES = 12
 _CHECK_BYTES = 8
 _TAG_BYTES = 16
-ENVELOPE_BYTES: Final = _HEAD.size + _TAG_BYTES  # by how much an envelope is longer than its content
+ENVELOPE_BYTES: Final = _HEAD.size + _TAG_BYTES
+"""Bytes by which an envelope is longer than its content."""
 
 # Each kind of derivation from a key has a text of its own.
 _SESSION_INFO = b"tiered-kv aes-256-gcm session 1"
@@ -96,7 +97,7 @@ class Cipher:
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF
         except ImportError as error:
             raise MissingExtraError("codec 'aes-256-gcm'", "crypto") from error
-        if not hasattr(AESGCM, "encrypt_into"):  # before version 47
+        if not hasattr(AESGCM, "encrypt_into"):  # versions before 47 lack the method
             found = f"cryptography {cryptography.__version__}"
             raise MissingExtraError("codec 'aes-256-gcm'", "crypto", found=found)
 

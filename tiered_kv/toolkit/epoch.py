@@ -291,7 +291,7 @@ class Epoch:
     def _settle(self, deadline: float) -> str:
         """Join the stored epoch, or write this process's own."""
         saved, mark = self._saved_mark(), self._mark
-        if saved is not None:  # by another thread, meanwhile
+        if saved is not None:  # another thread has saved the mark
             return saved.value
         data, found = self._read(deadline)
         if mark is None:
@@ -307,7 +307,7 @@ class Epoch:
                 _retire(found.value)
         self._checked_at_s = self._clock()
         with self._lock:
-            if self._mark is mark:  # else a reset came meanwhile, and the next use writes its mark
+            if self._mark is mark:  # if a reset came, the next use writes the reset's mark
                 self._mark, self._is_saved = settled, True
         return settled.value
 
@@ -316,7 +316,7 @@ class Epoch:
             return found
         drawn = EpochMark(found.number + 1 if found is not None else 0)
         self.has_drawn = True
-        if data is not None and found is None and self._is_shared:  # else the tier knows more
+        if data is not None and found is None and self._is_shared:  # a tier that alone uses its storage knows more
             self.repairs += 1
             self._warn("the epoch's mark is damaged; a new epoch begins, and the blocks from before are misses")
         if data is not None:
@@ -338,7 +338,7 @@ def _is_drawn_anew(found: EpochMark, mark: EpochMark) -> bool:
     state of the storage has no later mark.
     """
     later_s = found.drawn_s - mark.drawn_s
-    if found.drawn_s > time.time() + SKEW_S:  # not a possible time
+    if found.drawn_s > time.time() + SKEW_S:  # no mark can have been drawn at this time
         return False
     return found.number == 0 and (later_s > 0 or (mark.number == 0 and later_s >= -SKEW_S))
 

@@ -47,7 +47,8 @@ class KeyStore:
         facts = settings.storage_facts()
         self.capacity_bytes, self.ttl_s = facts.capacity_bytes, facts.ttl_s
         self.written_blocks = self.moved_blocks = self.read_blocks = self.evicted_blocks = self.lookup_requests = 0
-        self._written_s: OrderedDict[OffloadKey, float] = OrderedDict()  # by `clock`; the next block to evict is first
+        self._written_s: OrderedDict[OffloadKey, float] = OrderedDict()
+        """When each block was written or renewed, by `clock`. The next block to evict is the first."""
         if self.capacity_bytes is not None and self.capacity_bytes < self.record_bytes:
             raise ConfigError(
                 f"{self.capacity_bytes} bytes do not hold one block", location=settings.storage_settings.capacity
@@ -113,7 +114,8 @@ class KeysOnlyTier(SecondaryTierManager):
     def __init__(self, keys: KeyStore, name: str) -> None:
         super().__init__(None, memoryview(b""), name)
         self._keys = keys
-        self._absent: list[OffloadKey] = []  # those blocks of the last `touch` that the tier lacks
+        self._absent: list[OffloadKey] = []
+        """The blocks of the last `touch` that the tier lacks."""
         self._stores: list[JobMetadata] = []  # submitted in this step; loads go first, as in the toolkit's queue
         self._ended: list[tuple[int, JobResult]] = []  # results, each with the step that reports it
         self._step = 0

@@ -144,7 +144,7 @@ class ListingAdministration(TierAdministration):
         if found:
             why = ", ".join(sorted(refusals)) or "a stack stores them, or the storage does not delete"
             left += [f"{found} entries were found by the last survey ({why})", *named]
-        if mark_left:  # on a full disk there may be room now
+        if mark_left:  # a full disk may have room now
             mark_left = self._settle_mark(self.mark(digest), deadline)
         return Purged(*removed.of(digest), (*left, *mark_left))
 

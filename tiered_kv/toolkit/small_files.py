@@ -26,7 +26,8 @@ SMALL_FILE_BYTES_MAX: Final = 1 << 20
 
 _SAFE_FLAGS: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """O_NONBLOCK: if a pipe is in place of the file, to open it does not wait for the pipe's other end."""
-_IN_USE: Final = frozenset({errno.ENOENT, errno.EACCES, errno.EBUSY})  # of a rename: others have the old file open
+_IN_USE: Final = frozenset({errno.ENOENT, errno.EACCES, errno.EBUSY})
+"""Errors of a rename if other processes have the old file open."""
 _RENAME_S: Final = 0.5  # how long a rename is tried
 _RENAME_PAUSE_S: Final = 0.02
 _REMEDIES: Final = {

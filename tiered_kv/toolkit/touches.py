@@ -20,7 +20,8 @@ from tiered_kv.system.threads import BackgroundTask
 
 WRITTEN_AT_ONCE: Final = 256  # keys in one call of `write`
 WAITING_MAX: Final = 64  # calls of `note` that wait; while the storage hangs, the oldest are dropped
-KNOWN_MAX: Final = 1 << 15  # keys in `_young`, about; as many in `_old`
+KNOWN_MAX: Final = 1 << 15
+"""About the limit of the keys in `_young`, and of the keys in `_old`."""
 ABSENT_MAX: Final = 4096  # keys that wait for `take_absent`
 PAUSE_S: Final = 1.0  # between two runs of the background thread, at least
 
@@ -39,7 +40,8 @@ class Touches:
         self._write = write
         self._interval_s = interval_s
         self._begun_s = time.monotonic()
-        self._asked_s = -math.inf  # when the thread was asked to write last
+        self._asked_s = -math.inf
+        """When the thread was last asked to write."""
         self._young: set[OffloadKey] = set()  # noted since `_begun_s`
         self._old: set[OffloadKey] = set()  # noted in the time before
         self._waiting: deque[list[OffloadKey]] = deque(maxlen=WAITING_MAX)
@@ -52,13 +54,13 @@ class Touches:
         now_s = time.monotonic()
         passed_s = now_s - self._begun_s
         if passed_s >= self._interval_s / 2 or len(self._young) >= KNOWN_MAX:
-            self._old = self._young if passed_s < self._interval_s else set()  # after a pause all are due again
+            self._old = self._young if passed_s < self._interval_s else set()  # all keys are due again after a pause
             self._young, self._begun_s = set(), now_s
         young, old = self._young, self._old
         if new := [key for key in keys if key not in young and key not in old]:
             young.update(new)
             self._waiting.append(new)
-        pause_s = min(PAUSE_S, self._interval_s / 2)  # by the present interval: a sweep may have made it shorter since
+        pause_s = min(PAUSE_S, self._interval_s / 2)  # the present interval counts: a sweep may have made it shorter
         if self._waiting and now_s >= self._asked_s + pause_s and not self._is_stopped:
             self._asked_s = now_s
             self._task.ask()

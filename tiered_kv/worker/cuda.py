@@ -95,7 +95,7 @@ class CudaCopier:
         try:
             self._kernel.copy(plan, self._stream)
             return True
-        except Exception as error:  # its compiler and its launcher raise anything
+        except Exception as error:  # the compiler and the launcher may raise anything
             _log.warning("the copy kernel failed, the driver copies from now on: %s: %s", type(error).__name__, error)
             self._kernel = None
             return self._driver.copy(plan, self._stream.cuda_stream)

@@ -84,7 +84,7 @@ def open_handlers(
     if device.type == "cuda":
         import torch
 
-        with torch.cuda.device(device):  # else CUDA would create a second context on the thread's device
+        with torch.cuda.device(device):  # otherwise CUDA would create a second context, on the thread's device
             region.pin()
             kernels = choose_kernels(device, layout, region.array.ctypes.data)
     memory = (kv_caches, region.array)

@@ -147,7 +147,8 @@ def device_of(kv_caches: CanonicalKVCaches) -> torch.device:
 class _Rows:
     """A tensor as rows, one for each device block."""
 
-    address: int  # of the first row
+    address: int
+    """The address of the first row."""
     row_bytes: int
     stride_bytes: int
     num_blocks: int

@@ -150,7 +150,7 @@ def measure_both(device: torch.device, page_bytes: int, kernel: Kernel) -> Secon
     import torch
 
     num_pages = max(2, min(_SAMPLE_PAGES_MAX, _SAMPLE_BYTES // page_bytes))
-    random = np.random.default_rng(0)  # not torch's: the model's random numbers stay the same
+    random = np.random.default_rng(0)  # NumPy's generator, so that the model's random numbers stay the same
     pattern = torch.from_numpy(random.integers(0, 256, num_pages * page_bytes, dtype=np.uint8))
     on_cpu = torch.empty(pattern.shape, dtype=torch.uint8, pin_memory=True).copy_(pattern)
     on_device = torch.zeros_like(on_cpu, device=device)

@@ -25,7 +25,8 @@ class BlockContent:
         self.block_bytes = block_bytes
         words = -(-block_bytes // _WORD_BYTES)
         self._fixed = _mix(np.arange(_SEED, _SEED + words, dtype=np.uint64))
-        self._expected = np.empty(words, "<u8")  # the same bytes on every machine
+        self._expected = np.empty(words, "<u8")
+        """A buffer for expected bytes: little-endian numbers, so that the bytes are equal on every machine."""
 
     def fill(self, rows: Rows, row_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Write the content of each block, with ids from 0 to 2**64 - 1, into its row of a C-contiguous array."""

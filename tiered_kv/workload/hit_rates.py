@@ -128,7 +128,7 @@ def hit_curve(requests: Sequence[Request]) -> HitCurve:
     Blocks with the same last user (a request) are adjacent in the order. The next request takes the first of them. So
     a Fenwick tree (Fenwick, 1994) over requests is enough. It has the number of blocks that each request used last.
     """
-    last_user: dict[int, int] = {}  # by block, the number of the request that used it last, from 1
+    last_user: dict[int, int] = {}  # the number of the request that used a block last, from 1, by block
     tree = [0] * (len(requests) + 1)  # Fenwick tree: for each request, how many blocks it used last
 
     def add(number: int, change: int) -> None:

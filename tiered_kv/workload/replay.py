@@ -132,7 +132,8 @@ class Replay:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._manager = manager
-        self._spent_s = 0.0  # in calls of the manager, since the step began
+        self._spent_s = 0.0
+        """Seconds that calls of the manager took since the step began."""
         self._rows = rows
         self._settings = settings
         self._clock = clock

@@ -164,7 +164,7 @@ def routes(router: str, requests: Sequence[Request], servers: int) -> Iterator[i
 
 
 def _by_prefix(requests: Sequence[Request], servers: int) -> Iterator[int]:
-    had_last: dict[int, int] = {}  # by block, the server that got it last
+    had_last: dict[int, int] = {}  # the server that got a block last, by block
     loads = [0] * servers
     for request in requests:
         ids = request.hash_ids

@@ -85,7 +85,8 @@ class Turns:
     def __init__(self, time_unit: str) -> None:
         self._time_unit = time_unit
         self._has_begun = False
-        self._chats: dict[str, str] = {}  # by chat, the first chat of its chain
+        self._chats: dict[str, str] = {}
+        """The first chat of each chat's chain, by chat."""
         self._sessions: dict[str, _SessionTurns] = {}
         self.have_sessions = False
         """Whether a line had a `session_id`, or no timestamp."""
@@ -168,7 +169,7 @@ class Turns:
             session.prompt, session.tokens = new, line.input_length
         else:
             prompt = list(session.prompt)
-            for each in new:  # the same id may follow other blocks elsewhere
+            for each in new:  # an id may follow other blocks in another chat
                 prompt.append(id_number(f"block {each} after {prompt[-1]}"))
             session.prompt = tuple(prompt)
             session.tokens += line.input_length

@@ -93,7 +93,7 @@ def draw(name: str, description: str, plot: Callable[[Any], None], *, rows: int 
 
     stream = io.StringIO()
     # The salt makes the ids of each figure unique, and the same in each run.
-    with style.context(["default", {**_STYLE, "svg.hashsalt": name}]):  # not the user's settings
+    with style.context(["default", {**_STYLE, "svg.hashsalt": name}]):  # the user's settings must not change a figure
         figure = Figure(figsize=_SIZE_IN, layout="constrained")
         FigureCanvasSVG(figure)
         plot(figure.subplots(rows, 1, sharex=True))
@@ -212,8 +212,10 @@ class Sampler:
     clock: Callable[[], float] = time.monotonic
     samples: list[ReplaySample] = field(default_factory=list)
     _interval_s: float = INTERVAL_S
-    _next_s: float = 0.0  # when the next sample is due, since the start
-    _started_s: float = 0.0  # by `clock`
+    _next_s: float = 0.0
+    """Seconds from the start to the next sample."""
+    _started_s: float = 0.0
+    """The time of the start, in seconds of `clock`."""
     _tally: Tally = field(default_factory=lambda: Tally(hits={}))
 
     def start(self) -> None:

@@ -28,7 +28,8 @@ REQUESTS_KEPT: Final = 1024
 """Ended requests that can be asked about."""
 REQUEST_ID_CHARACTERS_MAX: Final = 256
 """A longer id is cut: the engine's clients may choose it."""
-_PARTS_MAX: Final = 16  # in one list of a request; then they are joined
+_PARTS_MAX: Final = 16
+"""Limit of the parts in one list of a request. A list with more parts is joined."""
 _PART_BYTES: Final = 256
 """Memory of a part besides its rows."""
 _LONG_AGO: Final = -(1 << 40)
@@ -85,7 +86,8 @@ class EndedRequest:
     """The outcome of a request."""
 
     req_id: str
-    ended_s: float  # by the history's clock
+    ended_s: float
+    """When the request ended, by the history's clock."""
     hits: Mapping[str, int]  # loaded blocks, by the tier that had them
     misses: Mapping[str, Mapping[str, int]]  # blocks that did not come, by tier and reason
     missed_blocks: int  # blocks that no tier brought
@@ -120,14 +122,17 @@ class Ledger:
         self._ttl_ticks = [None if ttl is None else int(ttl * TICKS_PER_S) for ttl in ttl_s]
         self._start_s = start_s
         self._least_tick = 0  # no entry gets an earlier one
-        self._reset_ticks = [-1] * len(names)  # of each tier's last reset
-        self._timeout_ticks = [_LONG_AGO] * len(names)  # of the last lookup in each tier that timed out
+        self._reset_ticks = [-1] * len(names)
+        """The tick of each tier's last reset."""
+        self._timeout_ticks = [_LONG_AGO] * len(names)
+        """The tick of the last lookup that timed out in each tier."""
         self._hits = np.zeros(len(names), np.int64)
         self._misses: Matrix = np.zeros((len(names), len(Fate)), np.int64)
         self._no_rows: Rows = np.empty(
             0, [("digest", np.uint64), ("group", np.uint32), ("fates", np.uint8, (len(names),))]
         )
-        self._unfinished: dict[RequestLog, _Asked] = {}  # in the order of their first batches
+        self._unfinished: dict[RequestLog, _Asked] = {}
+        """Requests that have not ended, in the order of their first batches."""
         self._unfinished_bytes = 0
 
     # Reading.
@@ -193,7 +198,7 @@ class Ledger:
         self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, because: BatchFates, failures: Failures
     ) -> None:
         asked: bool | Mask = True
-        if failures:  # not all tiers were asked for a key with failures
+        if failures:  # a key with failures was not asked for in all tiers
             asked = np.fromiter((key not in failures for key in keys), np.bool_, len(keys))
         request = self._asked(log)
         if len(request.first_missed) < _PARTS_MAX:

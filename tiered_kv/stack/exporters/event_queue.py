@@ -106,7 +106,8 @@ class _MergedBatches:
         self.count = 0
         self._time_s = time.time()
         self._is_cleared = is_cleared
-        self._tiers: dict[str, tuple[set[OffloadKey], set[OffloadKey]]] = {}  # by medium: stored, and removed
+        self._tiers: dict[str, tuple[set[OffloadKey], set[OffloadKey]]] = {}
+        """The keys that were stored, and those that were removed, by medium."""
         self._block_size = 0
 
     def add(self, batch: StepEvents) -> int:

@@ -131,7 +131,7 @@ class StackCollector:
                     else:
                         family.add_metric(values, value)
         for family in families.values():
-            give_way()  # to write a family takes some 30 us
+            give_way()  # the write of a family takes some 30 us
             yield family
 
 

@@ -253,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:
             if (
                 limit.take(type(error).__name__) is not None
-            ):  # without its text, into which a tier may have put a secret
+            ):  # the line leaves out the error's text, into which a tier may have put a secret
                 _log.error("%s could not be answered: %s; %s", parts.path, type(error).__name__, limit.about)
             return HTTPStatus.INTERNAL_SERVER_ERROR, _text("the log says why")
 

@@ -147,7 +147,8 @@ class Observed:
     config: StackConfig
     history: BlockHistory | None
     manager: TieringOffloadingManager
-    opened_s: float  # by `time.monotonic`
+    opened_s: float
+    """When the stack was opened, in seconds of `time.monotonic`."""
     snapshot: Callable[[], Snapshot]
 
 

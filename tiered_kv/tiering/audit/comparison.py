@@ -47,7 +47,8 @@ Values = np.ndarray[Any, np.dtype[np.float32]]
 class AuditedGroup:
     """The KV cache group that is audited, if an engine has several."""
 
-    number: int  # its index in keys
+    number: int
+    """The number of the group in keys."""
     tokens: int
     """Tokens of a whole block. A shorter block has a key of its own, and leaves the rest of its row as it was."""
     used_bytes: int
