@@ -19,7 +19,7 @@ class RecordStatus(Enum):
     BAD_MAGIC = "bad_magic"
     BAD_VERSION = "bad_version"
     BAD_HEADER = "bad_header"
-    """A reserved field or a flag is not zero, or the key id is not that of the payload."""
+    """A reserved field or a flag is not zero, or the key id differs from the payload's."""
     UNKNOWN_CODEC = "unknown_codec"
     """The record is sound, but this process lacks the codec or its library."""
     BAD_LENGTH = "bad_length"

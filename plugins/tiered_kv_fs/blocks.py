@@ -104,7 +104,7 @@ class BlockFiles:
         return reason
 
     def _has_given_way(self, moved: Moved, blocks: int, deadline: float) -> bool:
-        """Delete old blocks of a full disk to make room for `blocks` blocks, and for as many of the next call."""
+        """Delete old blocks of a full disk: room for `blocks` blocks now, and for the same number in the next call."""
         if time.monotonic() >= deadline:
             return False
         wanted_files = 2 * (blocks + 2)  # an epoch's and a shard's directory take an inode, too

@@ -30,7 +30,7 @@ _SWEEP_RECORDS: Final = 64
 """How many records from before a reset are released before each run of blocks."""
 _RUN_BLOCKS_MAX: Final = 8
 """Blocks of a run: a thread takes the lock before a run and after it. With one block of 64 KiB a run, the threads wait
-for each other, and beside a scheduler's steps they move half as many blocks."""
+for each other, and beside a scheduler's steps they move half the blocks."""
 
 
 @dataclass(slots=True, eq=False)

@@ -71,7 +71,7 @@ class NvmeKeys(KeyStore):
             self._pool.worth.use(self._pool.segments[slot_of(place)].table, ordinal_of(place))
 
     def _write(self, keys: Sequence[OffloadKey], stream: WriteStream, old_places: Sequence[int] | None = None) -> int:
-        """Write a batch of as many of `keys` as the segment can hold; return their number."""
+        """Write a batch of `keys`, as far as the segment has room; return the number of written keys."""
         demand = Demand.of([self._entry.stored_bytes] * len(keys), [len(key) for key in keys])
         pool = self._pool
         reservation = pool.reserve(demand, pool.epoch, 0.0, stream)

@@ -27,7 +27,7 @@ from tiered_kv_nvme.store import SegmentStore, StoreOptions, open_segments_max
 
 PART_BYTES = 2 << 20  # bytes of one part of a job
 PART_BLOCKS_MIN = 16
-"""A part has at least so many blocks of any size, since each part costs some handoffs of the interpreter lock. With
+"""The least number of blocks of a part, of any size: each part costs some handoffs of the interpreter lock. With
 compressed or encrypted blocks the least is 1, since each thread has a buffer for a part of them."""
 STORE_PART_BLOCKS_MIN = 64  # in a store: no request waits for it. With 16 a server that only stored took 3 % longer.
 ABSENT_MAX: Final = 4096  # touched blocks that the directory lacks, until they are taken

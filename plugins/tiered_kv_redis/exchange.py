@@ -72,7 +72,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def begin(self, link: Link, deadline: float) -> None:
-        """Send the commands, or as many as may be pending."""
+        """Send the commands, up to the limit of pending replies."""
 
     @abstractmethod
     def finish(self, link: Link, deadline: float) -> None:

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 TOKENS: Final = 8
 """Tokens of a prompt. The last one also ends a block, for models that attend in both directions within small blocks."""
 _PAIRS: Final = 2
-"""So many pairs of prompts must differ to refuse a model. Rounding may change the expert in one, hardly in each."""
+"""Pairs of prompts that must all differ to refuse a model. Rounding may change the expert in one pair, hardly in
+all."""
 
 _TOLERANCES: Final = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.02}
 """The largest difference of a token's keys or values, relative to their norm, that counts as rounding. Most kernels
 give equal bits for prompts of one shape. Kernels of experts may not: the last token changes which rows they compute
 together. Such errors begin in the type's last bit, and grow with the layers."""
 _QUANTIZED_TOLERANCE: Final = 0.1
-"""The same for models with quantized weights: some scale their activations by the largest value of all tokens."""
+"""The tolerance for models with quantized weights: some scale the activations by the largest value of all tokens."""
 
 _TOKEN_TYPES: Final = ("token_type_ids", "mm_token_type_ids", "segment_ids")
 """Arguments that tokenizers give, by which some models let a prompt's tokens attend in both directions."""
@@ -39,7 +40,8 @@ _SPECIAL_TOKENS: Final = ("pad", "bos", "eos", "unk", "mask", "sep", "cls")
 def check_causal(model: Any, layout: CacheLayout) -> None:  # Any: a PreTrainedModel
     """Raise ValueError if a model's keys depend on later tokens, it cannot be run, or its cache has another layout.
 
-    The model computes at most two pairs of prompts, and as many with token types where it takes them.
+    The model computes at most `_PAIRS` pairs of prompts; for each kind of token types that it takes, the same number
+    again.
     """
     device = _device_of(model)
     if device.type == "meta":

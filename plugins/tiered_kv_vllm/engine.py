@@ -283,7 +283,7 @@ def namespace_of(
 
     Args:
         said: The `namespace` of the user's configuration, or None.
-        stages: All pipeline stages in their order; by default that of `config` alone.
+        stages: All pipeline stages in their order; by default the stage of `config` alone.
     """
     user = validate(VllmNamespace, {} if said is None else said, (LOCATION,))
     stages = stages or [stage_of(config)]

@@ -14,7 +14,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 PROMPT_TOKENS_MIN = 32
-"""From so many tokens in a step on, a request computes its prompt: it generates fewer, even with speculation."""
+"""The least tokens of a request in a step that computes a prompt. Generation has fewer tokens, even with
+speculation."""
 PREFILL_SHARE_MIN = 0.5
 """Least tokens of prompts in a step that counts, as a share of the largest step: smaller steps spend much time on other
 work. The time of a step without prompts cannot be subtracted: the launches of kernels overlap with the computing of

@@ -1,4 +1,4 @@
-"""A metric: the name, meaning, labels and kind of what is counted, as the core and each tier's plugin declare it.
+"""A metric: its name, meaning, labels and kind, as the core or the plugin of a tier declares them.
 
 `metrics/vocabulary.py` declares the manager's metrics, and a plugin its tier's (`TierType.metrics`), when they are
 imported. Counters, the exporters, the command and the engines read them, on any thread. A metric never changes, and is

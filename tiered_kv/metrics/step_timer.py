@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from tiered_kv.metrics.histogram import SHORT_SECONDS, Histogram
 
 EVERY_STEPS: Final = 128
-"""One step in so many is timed."""
+"""The number of steps of which one is timed."""
 P = ParamSpec("P")
 T = TypeVar("T")
 

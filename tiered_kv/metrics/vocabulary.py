@@ -95,7 +95,7 @@ HISTORY: Final = table(
     Metric("blocks_total", "Blocks that requests asked for.", ("result",), values=_each("hit", "miss")),
     Metric(
         "ghost_hits_total",
-        "Blocks that requests used, and that the tier would have had with so many times its capacity.",
+        "Blocks that requests used, and that the tier would have had with `size` times its capacity.",
         ("size",),
     ),
     Metric(

@@ -1,7 +1,7 @@
 """A host's cache for programs that put and get blocks, other than engines.
 
-A program calls `connect`, and then `put` and `get`, on any thread. One lock, that of `HostStack`, serializes all use of
-the manager. What must stay true: each call ends by its timeout, also if the server hangs.
+A program calls `connect`, and then `put` and `get`, on any thread. `HostStack`'s one lock serializes all use of the
+manager. What must stay true: each call ends by its timeout, also if the server hangs.
 """
 
 from __future__ import annotations
@@ -215,10 +215,10 @@ class HostStack(BlockFacade[ProgramManager]):
     While the server is away, no block is stored and every block is a miss. The program attaches again when the server
     is back.
 
-    `put` hands over up to `_BATCH_BLOCKS_MAX` blocks at once, or as many as a quarter of the memory takes. It counts
-    these blocks without a confirmation. A paused server stores them when it continues. A server that ends loses them,
-    with all of its memory. If a `put` has more blocks, it counts the blocks that the server reports as stored. `put`
-    does not wait for the tiers below, which store no block over their `store_budget`.
+    `put` hands over up to `_BATCH_BLOCKS_MAX` blocks at once, or the blocks of a quarter of the memory if they are
+    fewer. It counts these blocks without a confirmation. A paused server stores them when it continues. A server that
+    ends loses them, with all of its memory. If a `put` has more blocks, it counts the blocks that the server reports as
+    stored. `put` does not wait for the tiers below, which store no block over their `store_budget`.
 
     Args:
         attachment: An attachment that is connected.

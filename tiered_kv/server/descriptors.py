@@ -14,7 +14,7 @@ from tiered_kv.system.limits import DESCRIPTORS_SHARE, Limits
 
 CONNECTIONS_MAX: Final = 1024
 CONNECTIONS_MIN: Final = 8
-"""The server takes so many connections, however few descriptors it has."""
+"""The least number of connections that the server takes, however few descriptors it has."""
 OF_A_CONNECTION: Final = 2
 """Descriptors of a connection: the socket, and the pidfd that shows the end of the process."""
 _OWN: Final = 32

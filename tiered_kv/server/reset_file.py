@@ -102,7 +102,7 @@ class ResetFile:
         return int(_WRITTEN.unpack(data)[0]) if len(data) == _WRITTEN.size else -1
 
     def note_written(self, count: int) -> None:
-        """Note that the tiers have written so many resets."""
+        """Note that the tiers have written the first `count` resets."""
         if self._own_fd >= 0:
             with suppress(OSError):  # if the write fails, the next server resets once more
                 os.pwrite(self._own_fd, _WRITTEN.pack(count), 0)

@@ -50,7 +50,7 @@ class AsyncStack:
         epoch: int | None = None,
     ) -> int:
         """See `Stack.put`."""
-        epoch = self.stack.epoch if epoch is None else epoch  # the present one, not that of when a thread is free
+        epoch = self.stack.epoch if epoch is None else epoch  # the epoch of now: a thread may be free later
         return await _finish(
             lambda left_s: self.stack.put(keys, blocks, timeout=left_s, hints=hints, epoch=epoch), timeout
         )

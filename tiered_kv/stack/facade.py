@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _Ask = Callable[[Sequence[OffloadKey], ReqContext], list[bool | None]]
 _COUNT_STALL_S: Final = 0.5
-"""After its timeout, a `put` still counts the stored blocks. It waits so many seconds for each answer."""
+"""Seconds that a `put` waits for each answer after its timeout, when it counts the stored blocks."""
 
 
 class BlockFacade(StackCalls[M]):

@@ -46,7 +46,7 @@ class Faults:
         latency_s: A delay of each byte; the bandwidth does not change.
         bytes_per_s: The bandwidth of each connection; None for no limit.
         stalls: The proxy takes bytes, and does not deliver them until this fault is switched off.
-        cut_after_bytes: Each connection ends after so many bytes, new ones too.
+        cut_after_bytes: Bytes after which each connection ends, a new connection too.
         cut_by_reset: The cut sends RST in place of FIN. (TCP itself answers data that comes after a FIN with RST.)
         flip_at_byte: Flips the lowest bit of the byte at this offset.
     """

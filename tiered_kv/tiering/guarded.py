@@ -157,7 +157,8 @@ class GuardedTier:
         return 0 if self.refusal() else self.loads.room
 
     def blocks_before_load(self, blocks: int) -> int:
-        """Return how many other blocks a tier moves during a load of `blocks`: loads, and at most as many stores."""
+        """Return how many other blocks a tier moves during a load of `blocks` blocks: all loads, and at most as many
+        stores as loads."""
         loads = self.loads.blocks + blocks
         return self.loads.blocks + min(self.stores.blocks, loads)
 

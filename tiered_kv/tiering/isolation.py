@@ -47,7 +47,8 @@ SLICE_S = 0.001
 HINTS_MAX = 1 << 12
 """Queued messages about touches and ends of steps; while the tier hangs, the oldest are dropped."""
 REQUESTS_MAX = 100_000
-"""While the tier hangs and so many loads, or stores, are queued, messages about requests are dropped."""
+"""Limit of the queued loads, and of the queued stores. If the tier hangs, further messages about requests are
+dropped."""
 UNKNOWN_RESULTS_MAX = 1 << 10
 """Results without a running job that are kept until they are counted."""
 EVENTS_MAX = 1 << 14

@@ -152,7 +152,7 @@ class Pace:
 
         Args:
             in_flight: Blocks in flight before them, as in `add`.
-            saved: Returns how many seconds the engine saves by so many of them.
+            saved: Returns how many seconds the engine saves by a number of blocks.
             backlog_s: How long the engine is busy before it would compute them.
             is_whole: Whether a part of them is of no use.
             cost: Of the request's engine.

@@ -21,7 +21,7 @@ from tiered_kv.tiering.pace import EngineCost
 STATES_MAX = 100_000
 """Limit of requests with a kept state, and of outdated ones; beyond it the oldest is forgotten."""
 PAUSE_S_MAX = 1.0
-"""At most so many seconds between two lookups count as a wait: in a longer pause the engine does not wait."""
+"""Limit of the seconds between two lookups that count as a wait. In a longer pause the engine does not wait."""
 
 
 _PINS_MAX = 1 << 29

@@ -19,7 +19,8 @@ from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import EngineCost
 
 _BUDGET_SHARE = 4
-"""By default the stores to a tier, and the loads from it, each take at most one row in so many of the primary tier."""
+"""The default limit of the rows that stores to a tier take, and of the rows that loads take: the primary tier's rows,
+divided by this."""
 
 
 class GuardedTiers(tuple[GuardedTier, ...]):

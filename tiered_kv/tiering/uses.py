@@ -22,13 +22,14 @@ from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 INTERVAL_S: Final = 0.25
 """Seconds between two reports of uses to the tiers, at most."""
 STORED_SHARE: Final = 4
-"""A report comes sooner once one row in so many of the primary tier was stored: tiers evict because of stores."""
+"""A report comes sooner once as many blocks were stored as the primary tier has rows, divided by this. Stores make
+tiers evict."""
 NOTED_MAX: Final = 4096
 """Keys that are gathered for a report; the last call may exceed it. Later keys are not noted: hot blocks come again."""
 TOLD_AT_ONCE: Final = 512
 """Keys of a report, mostly. Reported keys are left out of reports until the others have had room in one."""
 LACKED_MAX: Final = 1 << 16
-"""Refused or failed blocks that are remembered for each tier, at most as many as the primary tier has rows."""
+"""Limit of the refused or failed blocks that are remembered for each tier; the primary tier's rows are a limit, too."""
 WANTED_MAX: Final = 4096
 """Blocks that wait to be offered again to a tier."""
 PAUSE_MAX_S: Final = 64.0
@@ -54,7 +55,7 @@ class Uses:
         self._tell_s = self.due_s
         self._stores_max = max(1, rows.backend.num_blocks // STORED_SHARE)
         self._stores_left = self._stores_max
-        """After so many more stored blocks, the next report comes at once."""
+        """How many further blocks must be stored before the next report comes at once."""
 
     def note(self, keys: Collection[OffloadKey]) -> None:
         """Note that a request uses blocks, which may be in the primary tier. Hot path: runs for each load."""

@@ -34,7 +34,7 @@ _NOISE_VALUES: Final = 48
 """A plane looks like noise if its sample has as many values. A sample has 57 in the mean if all values are equally
 frequent, as in the lower bytes of bfloat16."""
 _NOISE_PLANES: Final = 15
-"""After a plane that did not become smaller, so many planes that look like noise are stored as they are. To try takes a
+"""How many planes that look like noise are stored as they are after a plane that did not become smaller. To try takes a
 seventh of a block's time."""
 _RAW_FRAME: Final = 0xFD2FB528.to_bytes(4, "little") + b"\xa0"  # magic number; descriptor: content size in four bytes
 _RAW_PART_BYTES: Final = 1 << 17

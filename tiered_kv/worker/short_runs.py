@@ -113,7 +113,7 @@ def choose_kernels(
     try:
         kernel = open_kernel(device, word_bytes_of(layout))
         seconds = (measure or measure_both)(device, page_bytes, kernel)
-        # After the measurement, which has made the device's context that of this thread.
+        # The measurement comes first: it has made the device's context the context of this thread.
         if not _is_mapped(driver or load_driver(), region_address):
             raise ValueError("the device cannot address the region")
     except Exception as error:  # Triton's compiler and launcher raise anything

@@ -39,7 +39,8 @@ _RATE_MIN: Final = 4.0
 _SECONDS_MIN: Final = 0.001
 SAMPLES_MAX: Final = 100
 INTERVAL_S: Final = 0.05
-"""Seconds between the first samples. They double at `SAMPLES_MAX`, so short and long runs have as many samples."""
+"""Seconds between the first samples. The interval doubles at `SAMPLES_MAX` samples: so a long run has no more samples
+than a short run."""
 
 _STYLE: Final[dict[str, Any]] = {  # Any: the value of a matplotlib setting
     "svg.fonttype": "none",

@@ -28,7 +28,7 @@ from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.config.units import rounded_bytes
 
 _ENDLESS: Final = 1 << 20
-"""Columns of YAML: so many that no line is broken. `scrub` would miss a secret that is broken."""
+"""Columns of YAML, so wide that no line is broken. `scrub` would miss a secret on two lines."""
 _CPU_MODEL: Final = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
 _COLORS: Final = ("ink", "quiet", "grid", "miss", *(f"tier-{index}" for index in range(8)))
 """Variables of the page's style. matplotlib knows no variables, so it draws in placeholders: `#f1e2` and the index."""

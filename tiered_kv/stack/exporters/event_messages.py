@@ -1,4 +1,4 @@
-"""Messages: the form of published events, that of vLLM's KV cache events.
+"""Messages: published events in the form of vLLM's KV cache events.
 
 A message's batch is `[seconds since 1970, [event, ...], data-parallel rank]` in msgpack. An event is a map with the key
 `type`: BlockStored, BlockRemoved or AllBlocksCleared. The fields come from `vllm.distributed.kv_events` (vLLM 0.32 and

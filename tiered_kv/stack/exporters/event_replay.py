@@ -27,7 +27,7 @@ blocks."""
 ANSWERS_MAX: Final = 16
 """Answers in progress; further requests wait in the socket."""
 STALLED_S: Final = 10.0
-"""An answer ends, without its last message, if its subscriber has read nothing for so many seconds."""
+"""Seconds without a read of the subscriber after which an answer ends, without its last message."""
 
 NUMBER_BYTES: Final = 8
 _PORTION: Final = 64
@@ -45,7 +45,7 @@ class KeptMessages:
         self._folded: dict[tuple[int, str | None], dict[int, None]] = {}  # hashes by group and tier
 
     def add(self, number: int, payload: bytes) -> None:
-        """Keep a message; its number is one above that of the last one."""
+        """Keep a message. Its number is the number of the last message plus 1."""
         self._kept.append((number, payload))
         self._kept_bytes += len(payload)
         while self._kept_bytes > REPLAY_BYTES_MAX or len(self._kept) > REPLAY_MESSAGES_MAX:

@@ -39,7 +39,7 @@ BEGIN_S: Final = 1.0
 """Seconds that the first message waits for events. By then, subscribers of an earlier process have reconnected."""
 
 _KEYS_A_BATCH: Final = 16
-"""A batch costs the thread as much as so many keys more."""
+"""The cost of a batch for the thread, in keys: a batch without keys costs as much as this many keys."""
 _POLL_MS: Final = 20
 _CLOSE_TIMEOUT_S: Final = 2.0
 _LINGER_MS: Final = 500
@@ -190,7 +190,7 @@ class EventPublisher:
 
 
 def _check_descriptors(count: int) -> None:
-    """Raise `OSError` if this process cannot open so many."""
+    """Raise `OSError` if this process cannot open this number of descriptors."""
     with ExitStack() as closing:
         for _ in range(count):
             closing.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

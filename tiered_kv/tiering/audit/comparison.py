@@ -29,7 +29,7 @@ from tiered_kv.tiering.requests import RequestTable
 BLOCKS_MAX: Final = 64
 """Spare rows at one time, and blocks of one request that are compared."""
 ROWS_SHARE: Final = 8
-"""At most one row of the primary tier in so many is a spare row."""
+"""Limit of the spare rows: one row in this number of the primary tier's rows."""
 
 _SPARE_KEY: Final = b"\0tiered-kv audit "
 
