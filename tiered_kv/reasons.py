@@ -84,12 +84,12 @@ class Fate(IntEnum):
 
     @property
     def label(self) -> str:
-        """Its name in the counters."""
+        """The name of the reason in the counters."""
         return self.name.lower()
 
 
 PRESENT: Final = "present"
-"""In an explanation: the primary tier has the block now. The other words are the labels of fates."""
+"""A word of an explanation: the primary tier has the block now. All other words are labels of fates."""
 SENTENCES: Final[Mapping[str, str]] = {
     PRESENT: "is there now",
     "stored": "was stored",

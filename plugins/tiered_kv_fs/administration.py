@@ -104,7 +104,7 @@ class FsAdministration(ListingAdministration):
         for at, each in enumerate(entries):
             try:
                 unlink_same(each.name, each.where)
-            except OSError as error:  # immutable, or in another user's directory: the others go
+            except OSError as error:  # the file is immutable, or in another user's directory
                 refused[at] = words_of(error)
         return refused
 

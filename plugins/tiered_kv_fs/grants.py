@@ -110,7 +110,9 @@ class GrantClient:
         self._refusal: tuple[FileReason | None, float] = (None, 0.0)
         """Why nothing was granted, and until when stores fail at once for that reason."""
         self._is_closing = False
-        self._entries: list[Holder] = []  # this tier's entry in the ledger: one of these
+        self._entries: list[Holder] = []
+        """The entries of this tier that the ledger may have: the last write, or the write before if the last may have
+        failed."""
         self._is_survey_owed = False  # the ledger lost this tier's entry, and perhaps a part of the total
         self._survey_after_s = -math.inf  # no survey is asked for before, because of a lost entry
         self._lost_lock_s = -math.inf

@@ -110,7 +110,7 @@ class TcpConnection(FirstReplyConnection, Connection):
 
 
 class TlsConnection(SSLConnection, TcpConnection):
-    """The same over TLS."""
+    """A connection over TLS."""
 
 
 def speaks_other(host: str, port: int, *, tls: bool, timeout_s: float) -> bool:

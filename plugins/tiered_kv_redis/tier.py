@@ -185,7 +185,7 @@ class RedisTier(BlockingTier):
     def contains_blocks(self, keys: Sequence[OffloadKey]) -> list[bool]:
         now_s = time.monotonic()
         limit_s = min(self._settings.timeout, self._settings.lookup_timeout)
-        # If one of several servers does not answer, the others' answers must still be in time.
+        # If one of several servers does not answer, the answers of the other servers must still be in time.
         deadline = now_s + limit_s * (_LOOKUP_SHARE if len(self._topology.nodes()) > 1 else 1.0)
         try:
             prefix = self._keyspace.prefix(now_s + limit_s * _LOOKUP_SHARE / 2)

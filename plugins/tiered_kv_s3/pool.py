@@ -56,7 +56,7 @@ class ConnectionPool:
         self._tls = tls_context(ca_file) if endpoint.is_tls else None
         self._counters = counters
         self.endpoint = endpoint
-        self._lock = threading.Lock()  # guards the rest; never held across I/O
+        self._lock = threading.Lock()  # guards the fields below; no thread holds it across I/O
         self._idle: list[tuple[float, Connection]] = []
         """Idle connections, each with the time of its last use. The connection that was used last is at the end."""
         self._used: set[Connection] = set()

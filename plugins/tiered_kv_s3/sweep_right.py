@@ -67,7 +67,7 @@ class SweepRight:
         return None
 
     def end(self, swept: Swept) -> None:
-        """Write the result of a sweep. Before a sweep, write the last result, so that the others do not sweep."""
+        """Write the result of a sweep. Before a sweep, write the last result, so that no other process sweeps."""
         deleted = "inf" if swept.deleted_s == math.inf else str(max(0, round(swept.deleted_s)))
         with suppress(BucketError):
             self._control.write(

@@ -110,7 +110,7 @@ class Sweeper:
             self.renew(name)
 
     def note_uses(self, names: Sequence[str]) -> set[str]:
-        """Note uses in a tier above. Return the blocks that were deleted; the old ones of the others are renewed."""
+        """Note uses in a tier above. Return the blocks that were deleted; old blocks that exist are renewed."""
         self._start()
         gone = self.uses.take_gone(names)
         names = [name for name in names if name not in gone]

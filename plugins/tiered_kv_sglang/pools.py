@@ -87,7 +87,7 @@ class PagePool:
         return [make_offload_key(each, number) for each in hashes for number in parts.numbers]
 
     def offsets(self, parts: Parts, host_indices: torch.Tensor) -> list[int]:
-        """Return the offsets of `parts` in their memory, in bytes. `host_indices` are those of whole pages."""
+        """Return the offsets of `parts` in their memory, in bytes. `host_indices` are the indices of whole pages."""
         addresses, _ = self.pool.get_page_buffer_meta(host_indices)
         begin, count = parts.address, len(self.sizes)
         return [

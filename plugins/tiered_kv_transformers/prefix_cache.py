@@ -213,13 +213,13 @@ class PrefixCache:
         return self._saver.wait(timeout) and self.stack.flush(max(0.0, end_s - time.monotonic()))
 
     def stats(self) -> PrefixCacheStats:
-        """Return the counts so far; `stack.counters()` has those of each tier."""
+        """Return the counts so far; `stack.counters()` has the counts of each tier."""
         stored, dropped, pending = self._saver.counts()
         with self._lock:
             return PrefixCacheStats(self._restored_blocks, self._missed_blocks, stored, dropped, pending)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Wait for saved blocks, at most `timeout` seconds, drop the rest, and close the stack."""
+        """Wait for saved blocks, at most `timeout` seconds, drop blocks that are still pending, and close the stack."""
         self._saver.stop(timeout)
         self.stack.close(timeout)
         self._saver.wait(timeout)
@@ -325,7 +325,7 @@ def _complete(
     names = {"model": str(getattr(getattr(model, "config", None), "model_type", "")) or "model", **given_names}
     if "bytes" in given_block:
         raise ConfigError("the model says this; leave it out", location="block.bytes")
-    # Read first with blocks of one byte, which fit everywhere, and then with those of the model.
+    # Read the file first with blocks of one byte, which fit everywhere, and then with blocks of the model's size.
     draft = load_config({**raw, "block": {"bytes": 1, **given_block}, "namespace": names})
     layout = layout_of(model, _block_tokens(draft.block.tokens if "tokens" in given_block else None, block_tokens))
     check_causal(model, layout)

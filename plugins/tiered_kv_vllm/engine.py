@@ -81,7 +81,7 @@ current_engine: ContextVar[tuple[Any, Any] | None] = ContextVar("tiered_kv_engin
 ROW_LAYOUT = "tiered-kv-1"
 """How our worker lays out a chunk in a row of the primary tier."""
 VLLM_ROW_LAYOUT = "vllm-direct"
-"""How vLLM's own worker lays it out."""
+"""How vLLM's own worker lays out a chunk."""
 REPLICA_VARIABLE = "TIERED_KV_REPLICA"
 """In a stack or tier, `${TIERED_KV_REPLICA}` is the index of the data-parallel replica that opens it."""
 _OF_ONE_RANK = {"num_kv_heads", "num_head_slots", "page_size_padded"}

@@ -87,11 +87,12 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._lacks_answer = False
         """Whether the request of the current lookups waits for a tier's answer or for room, not only for promotions."""
         self._waiting: dict[str, tuple[int, float]] = {}
-        """For each request that waits: its promotions (0 if it waits for answers too), and the time of its lookup."""
+        """The promotions of each waiting request (0 if the request waits for answers too), and the time of its
+        lookup."""
         self._requests: set[str] = set()
         """Ids of the requests that vLLM has."""
         self._uncomputed: dict[str, int] = {}
-        """By request that has begun, or begins in this step: the tokens that vLLM has not scheduled yet."""
+        """The tokens that vLLM has not scheduled yet, by request that has begun or begins in this step."""
 
     # Lookups and transfers.
 

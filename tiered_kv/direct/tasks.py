@@ -80,7 +80,7 @@ class TierQueue:
         return not self._in_flight
 
     def state(self) -> dict[str, int | bool]:
-        """Return the queue's counts, besides those of the tier itself. Any thread may call."""
+        """Return the counts of the queue, without the counts of the tier itself. Any thread may call."""
         return {"waiting_blocks": self.waiting_blocks, "is_disabled": self.guarded.is_disabled}
 
     def tasks_in_flight(self) -> list[Task]:

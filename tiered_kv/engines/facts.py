@@ -190,7 +190,7 @@ def computing_packages(known: Collection[str], plugins: re.Pattern[str]) -> str:
     listed = {_normal(name) for name in known}
     found: dict[str, set[str]] = {}
     for each in importlib.metadata.distributions():
-        texts = (_text(each, name) for name in ("METADATA", "PKG-INFO", ""))  # the last is that of an .egg-info file
+        texts = (_text(each, name) for name in ("METADATA", "PKG-INFO", ""))  # an .egg-info file has the last one
         metadata = next(filter(None, texts), "").partition("\n\n")[0]
         name, version = (_field(field, metadata) for field in ("Name", "Version"))
         name = _normal(name)

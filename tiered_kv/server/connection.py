@@ -85,7 +85,7 @@ class ServerConnection:
         head = f"the cache at {attachment.path} does not answer"
         self._silence = Spell(head, "times", lambda line: _log.warning("%s", line))
         self._heard_s: float | None = None
-        """Since when the server owes an answer; None if it owes none."""
+        """Since when the server owes an answer; None if it owes no answer."""
 
     @property
     def is_attached(self) -> bool:
@@ -155,7 +155,7 @@ class ServerConnection:
         """End the connection: the server has gone, or breaks the protocol."""
         link, self.link = self.link, None
         if link is not None:
-            self._silence.is_on = False  # the attachment logs the rest
+            self._silence.is_on = False  # the attachment logs the loss
             self.losses += 1
             self._lost = link
             link.channel.close()

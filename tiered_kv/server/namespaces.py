@@ -156,7 +156,7 @@ class Namespaces:
             _, stack = self._stacks.popitem()
             try:
                 stack.close(share_s)
-            except Exception:  # the others have blocks to write
+            except Exception:  # other stacks have blocks to write
                 _log.exception("a stack cannot be closed")
 
     def _open(self, config: StackConfig, idle: ServedStack | None, call_soon: CallSoon) -> None:

@@ -25,7 +25,7 @@ class Process:
 
     channel: Channel
     pid: int
-    """Its number in the server's PID namespace; 0 for a process outside of it."""
+    """The number of the process in the server's PID namespace; 0 for a process outside of this PID namespace."""
     pidfd: int
     """Readable once the process has ended; -1 if the system gives none."""
     since_s: float

@@ -36,11 +36,11 @@ class SessionRequest:
     is_known: bool = False
     """Whether the manager knows it."""
     codes: array[int] = field(default_factory=lambda: array("I"))
-    """For each key its row, or a code of the protocol: `MISSING` or `WAITING`."""
+    """The row of each key, or a code of the protocol: `MISSING` or `WAITING`."""
     unsplit: list[tuple[bytes, int]] = field(default_factory=list)
     """The last keys and their number, message by message. If all blocks are found, the keys are never split."""
     _keys: list[OffloadKey] = field(default_factory=list)
-    """Keys that were split; `keys` appends the others."""
+    """Keys that were split; `keys` splits and appends all other keys."""
     answered: int = 0
     """Keys before this one have their final codes."""
     leased: dict[int, None] = field(default_factory=dict)

@@ -83,7 +83,7 @@ class HostWorker:
         self._open_handlers = open_handlers
         self._lock = threading.Lock()  # guards the rows; held while a transfer is submitted, never while one is awaited
         self._rows: dict[str, _MappedRows] = {}
-        """By the server's instance."""
+        """The rows that this process has mapped, by the server's instance."""
         self._link: HostLink | None = None  # owned by the worker's own thread, once it runs
         self._has_scheduler = False  # whether the scheduler has attached to the same server
         self._closed = threading.Event()

@@ -26,7 +26,8 @@ Resource = Literal["memory", "descriptors", "threads", "disk", "shared memory"]
 _CLOSE: Final = 0.9
 """A stack that takes more than this share of the memory leaves little for everything else."""
 DESCRIPTORS_SHARE: Final = 2
-"""A stack takes at most the process's descriptors divided by this; its server needs the others."""
+"""Limit of the descriptors that a stack takes: the process's descriptors, divided by this. Its server needs the other
+descriptors."""
 _COUNTS: Final = ("descriptors", "threads")
 _CGROUP: Final = re.compile(r"^\d+:([^:]*):(.*)$", re.M)
 _MOUNT: Final = re.compile(r"^\S+ \S+ \S+ (\S+) (\S+) .*- (cgroup2?) \S+ (\S+)$", re.M)

@@ -21,7 +21,7 @@ import importlib.util
 if importlib.util.find_spec("pytest") is not None:
     import pytest
 
-    # So that a failed `assert` of these modules shows its values.
+    # A failed `assert` of these modules then shows the asserted values.
     pytest.register_assert_rewrite(
         *(f"tiered_kv.testing.{name}" for name in ("administration", "conformance", "rig", "model", "wire_faults"))
     )

@@ -35,7 +35,8 @@ EVENTS_MAX: Final = 1 << 12
 """Events of a tier's jobs that are kept until they are taken; the oldest are dropped."""
 
 _SETTLED_KEYS_MAX = 512
-"""Keys that `measure` takes from the history's queue, in about 100 us; the history's thread takes the rest."""
+"""Limit of the keys that `measure` takes from the history's queue, in about 100 us. The history's thread takes all
+further keys."""
 
 
 class TierAccount:

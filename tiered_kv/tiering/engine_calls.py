@@ -357,7 +357,7 @@ class EngineCalls(CacheManager):
         return self.primary.backend.num_blocks
 
     def _promotions_max(self, rows: int) -> int:
-        """Return how many blocks promotions may take while `rows` rows can be used: by default half of these."""
+        """Return how many blocks promotions may take while `rows` rows can be used: by default half of the rows."""
         share = max(rows // 2, 1)
         most = self.limits.promotion_blocks_max or share
         return most if rows == self.num_rows else min(most, share)

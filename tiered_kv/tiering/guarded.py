@@ -172,7 +172,7 @@ class GuardedTier:
         return Reason.BREAKER
 
     def select(self, offered: list[CPUBlock], req_context: ReqContext) -> list[CPUBlock]:
-        """Return the admitted blocks, head first and within the store budget; count the others as skipped."""
+        """Return the admitted blocks, head first and within the store budget. All other blocks count as skipped."""
         selected, refused, late = self.admission.select(offered, max(self.store_room(), 0), req_context.req_id)
         self.account.skipped(self.admission.reason, [block.key for block in refused])
         if late:

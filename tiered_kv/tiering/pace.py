@@ -23,11 +23,12 @@ STALL_SHARE: Final = 0.6
 STALLS_MAX: Final = 3.0
 """Limit of that extra wait for all stalled requests, in times to compute: a short prompt must not wait long."""
 STALL_S_MAX: Final = 0.3
-"""The same limit in seconds: the stalled requests may have ended by then."""
+"""Limit of that extra wait in seconds: the stalled requests may have ended by then."""
 CUT_BLOCKS_MIN: Final = 8
-"""Blocks from which a part of a prefix is loaded, and the rest computed."""
+"""The least blocks of a prefix of which a part is loaded, and the other part computed."""
 RETRY_S: Final = 10.0
-"""After this time without a load, one load is tried although it is too slow. Its request computes the blocks."""
+"""Seconds without a load after which a load is tried although it is too slow. The load's request computes the
+blocks."""
 RETRY_MAX_S: Final = 600.0
 """Each try that took as long as expected doubles the time to the next, up to this limit."""
 TRY_SHARE: Final = 0.1

@@ -181,7 +181,7 @@ class Promotions:
         self._rows.abandon(blocks)
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
-        """Make the loaded blocks of a job ready, and free the rows of the others."""
+        """Make the loaded blocks of a job ready, and free the rows of blocks that were not loaded."""
         if job.is_expired:
             for block in job.blocks:
                 self._rows.backend.free(block)

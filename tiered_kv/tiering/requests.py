@@ -59,7 +59,7 @@ class LookupState:
     waiting_pass: object = None
     """The pass of the search in which it was last answered None."""
     unanswered: dict[tuple[OffloadKey, GuardedTier], float] = field(default_factory=dict)
-    """Since when (seconds) a tier has not answered for a key."""
+    """The time in seconds since which a tier has not answered for a key."""
     denied: dict[OffloadKey, int] = field(default_factory=dict)
     """Only for the anonymous request while it waits: the number of the last tier that has answered False."""
     failed: dict[OffloadKey, set[GuardedTier]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class RequestState:
     log: RequestLog | None = None
     """The history's log of the request; None until the request asks for blocks, and without a history."""
     chain: RequestChain = field(default_factory=RequestChain)
-    """Its place in the eviction order, and the positions of its blocks; see `chain_in`."""
+    """The request's place in the eviction order, and the positions of the request's blocks; see `chain_in`."""
     hints: Hints = _NO_HINTS
 
     def chain_in(self, req_context: ReqContext) -> RequestChain:
@@ -194,7 +194,7 @@ class RequestTable:
         self._clock = clock
         self._hint_reader = HintReader(hints)
         self.states: dict[str, RequestState] = {}
-        """By request id; "" is the anonymous request."""
+        """The states, by request id; "" is the anonymous request."""
         self.finished: dict[RequestState, float] = {}
         """Finished requests, each with the time (seconds) at which it is over; the earliest first."""
         self._load_skippers: set[str] = set()

@@ -27,7 +27,8 @@ class RoomQueue:
         self._promotions = promotions
         self._clock = clock
         self._waiting: dict[GuardedTier | None, dict[RequestState, float]] = {}
-        """For each tier's load budget, and for rows (None): the waiting requests, and since when, the oldest first."""
+        """The waiting requests with the times since when they wait, the oldest first. The outer key is the full room: a
+        tier's load budget, or the rows (None)."""
 
     def begin(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> None:
         """Begin to promote a block, unless room is lacking for it, or for a block that was looked up before it."""

@@ -49,7 +49,7 @@ class Spell:
         self._unsaid = 0  # spells that were left out since the last line
 
     def begin(self, now_s: float, about: str, lost: Lost) -> None:
-        """Note that a spell begins; `about` is the rest of the line, `lost` are the losses so far."""
+        """Note that a spell begins; `about` ends the line of the log, `lost` are the losses so far."""
         self.is_on, self._is_logged = True, False
         self._begun_s, self._about, self._before = now_s, about, lost
         self.go_on(now_s)

@@ -27,7 +27,7 @@ tiers evict."""
 NOTED_MAX: Final = 4096
 """Keys that are gathered for a report; the last call may exceed it. Later keys are not noted: hot blocks come again."""
 TOLD_AT_ONCE: Final = 512
-"""Keys of a report, mostly. Reported keys are left out of reports until the others have had room in one."""
+"""Keys of most reports. Reported keys are left out of reports until all other keys have been in a report."""
 LACKED_MAX: Final = 1 << 16
 """Limit of the refused or failed blocks that are remembered for each tier; the primary tier's rows are a limit, too."""
 WANTED_MAX: Final = 4096
@@ -172,7 +172,7 @@ class _Lacked:
         guarded = self._guarded
         if guarded.stores.blocks or now_s < self._after_s or (room := guarded.store_room()) <= 0:
             return
-        room = min(room, max(1, guarded.stores.blocks_max // 2))  # the rest is for new blocks
+        room = min(room, max(1, guarded.stores.blocks_max // 2))  # new blocks get the other half
         blocks: list[CPUBlock] = []
         while self.wanted and len(blocks) < room:
             key = next(iter(self.wanted))

@@ -25,7 +25,7 @@ _FEW_VALUES_HASH_LOG: Final = 7
 encode each value by its frequency, and three times as long. With a table of 128 places, zstd finds few repetitions."""
 _SHORT_BYTES: Final = 16 << 10  # the longest plane that counts as short
 _SHORT_HASH_LOG: Final = 9
-"""The same for short planes, of a few rows: repetitions by chance are few there, and whole rows may repeat."""
+"""The table for short planes, of a few rows, has 512 places: few sequences repeat by chance, and whole rows may."""
 _SAMPLE_BYTES: Final = 64
 _FEW_VALUES: Final = 22
 """A plane has few values if its sample has fewer than this. Samples of the upper bytes of real bfloat16 keys and values

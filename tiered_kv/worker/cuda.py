@@ -52,7 +52,7 @@ class CudaCopier:
         device: torch.device,
         *,
         kernel: Kernel | None = None,
-        cuda: Any = None,  # Any: torch.cuda's type is that of a module
+        cuda: Any = None,  # Any: torch.cuda is a module
         driver: Any = None,  # Any: ctypes' functions
     ) -> None:
         if cuda is None:
@@ -215,7 +215,7 @@ class DriverCopies:
 
 
 def _split(plan: CopyPlan) -> tuple[CopyPlan, CopyPlan]:
-    """Return a plan of the short runs, and one of the others."""
+    """Return a plan of the short runs, and a plan of all other runs."""
     is_short = plan.lengths < SHORT_RUN_BYTES
     if is_short.all():
         return plan, _where(plan, ~is_short)

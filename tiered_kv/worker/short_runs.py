@@ -33,7 +33,7 @@ _SAMPLE_PAGES_MAX = 512
 _ROUNDS = 4
 
 Seconds = dict[TransferType, tuple[float, float]]
-"""For each direction the driver's time, and the kernel's."""
+"""The driver's time and the kernel's time, for each direction."""
 
 
 class KernelCopies:

@@ -1,4 +1,4 @@
-"""Agents' traces: an object for each session, with all of its requests and those of its subagents.
+"""Agents' traces: an object for each session, with all requests of the session and of its subagents.
 
 The form is that of the traces published with kv-cache-tester: `id`, `block_size` (tokens), `hash_id_scope`, and
 `requests` with `t` (seconds), `in`, `out` and `hash_ids`. An entry of type "subagent" has further `requests`. With the

@@ -49,7 +49,7 @@ class ReplaySettings:
     store_blocks: int = 32
     """Blocks that a step stores for one request, as a server stores a chunk of its prefill."""
     request_timeout_s: float = 5.0
-    """How long a request waits for its prefix before the rest of the prefix counts as missed."""
+    """How long a request waits for its prefix. Blocks that have not come by then count as missed."""
     store_timeout_s: float = 10.0
     """How long a request waits for store budget in every tier. Then a tier without budget skips the blocks."""
     drain_timeout_s: float = 30.0
@@ -342,7 +342,7 @@ class Replay:
         running.reserved_blocks = 0
 
     def _transfer(self, running: _Running) -> None:
-        """Do the worker's part: check the blocks of a load, or write those of a store."""
+        """Do the worker's part: check the blocks of a load, or write the blocks of a store."""
         if self._rows is None:
             return
         if running.phase is _Phase.LOAD:

@@ -44,7 +44,7 @@ _GIB = 1 << 30
 _Price = Annotated[float, Field(strict=True, ge=0, le=1e12)]
 
 Costs = dict[str, dict[str, float]]
-"""By tier: `storage`, `traffic`, `requests` and `total` of a month, in the currency of the prices."""
+"""The costs of a month by tier: `storage`, `traffic`, `requests` and `total`, in the currency of the prices."""
 
 
 @dataclass(frozen=True, slots=True)

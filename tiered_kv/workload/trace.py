@@ -31,7 +31,7 @@ from tiered_kv.workload.turns import Turns
 LINE_BYTES_MAX = 4 << 20
 """A longer line is an error; a prompt of a hundred thousand blocks fits."""
 SESSION_BYTES_MAX = 64 << 20
-"""The same for an object that has all requests of a session."""
+"""A longer object with all requests of a session is an error."""
 _HEAD_BYTES = 1 << 16
 """Bytes of an unreadable file that are searched, to name its format."""
 _GZIP = b"\x1f\x8b"

@@ -30,7 +30,7 @@ Values = npt.NDArray[Any]  # Any: counts or numbers
 CountersByTier = Mapping[str, Mapping[str, Any]]  # Any: as `Counters.snapshot`
 
 _LEFT_OUT: Final = re.compile(r'<!--.*?-->|<style.*?</style>|(?<=<g) id="[^"]*"', re.DOTALL)
-"""Removed from the SVG: styles would change the rest of the page, and several figures would have equal ids."""
+"""Parts that are removed from the SVG. Styles would change the page around it; several figures would have equal ids."""
 _LONG_AXIS: Final = 300.0
 """The ratio of its ends above which a logarithmic axis shows only powers of ten."""
 _SIZE_IN: Final = (4.4, 2.4)

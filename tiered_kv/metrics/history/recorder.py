@@ -97,7 +97,8 @@ class BlockHistory:
         self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock())
         self._taken_keys = 0
         self._log_limit = LogLimit()
-        self._batch: _Batch | None = None  # the rest of the batch that was taken last
+        self._batch: _Batch | None = None
+        """The batch that was taken last, without the keys that were taken; None if all its keys were taken."""
         self._is_closing = threading.Event()
         self._thread = start_thread(self._run, "tiered-kv-history") if has_thread else None
 

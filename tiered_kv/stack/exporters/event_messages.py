@@ -110,7 +110,8 @@ def _packed(hashes: NDArray[np.uint64]) -> bytes:
 
 
 def _cuts(end: int, room: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of the range up to `end`: the first up to `room` long, the others up to `MESSAGE_KEYS_MAX`."""
+    """Yield parts of the range up to `end`: the first part has up to `room` keys, each further up to
+    `MESSAGE_KEYS_MAX`."""
     start = 0
     while start < end:
         stop = min(start + room, end)

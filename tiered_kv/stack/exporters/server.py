@@ -184,7 +184,7 @@ class StatusServer(ThreadingTCPServer):
         return [each for each in self._connections.values() if not each.is_ending]
 
     def _make_room(self) -> None:
-        """With the lock held: end connections that last too long. If all are taken, end one that waits for a client."""
+        """End connections that last too long, with the lock held. If all are taken, end one that waits for a client."""
         now_s = time.monotonic()
         for request, each in self._connections.items():
             if each.began_s + LIFETIME_S < now_s:

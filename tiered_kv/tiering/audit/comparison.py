@@ -116,7 +116,7 @@ class Pair:
     """The tier of the stored copy."""
     block: CPUBlock
     spare: CPUBlock
-    """Its `writer` is the request whose store fills it, or `PROMOTION` if a tier's load fills it."""
+    """The spare row. Its `writer` is the request whose store fills the row, or `PROMOTION` if a tier's load does."""
 
 
 class SpareRows:
@@ -308,4 +308,4 @@ _TYPES: Mapping[str, _Type] = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3fn"), _FP8_E4M3),
     **dict.fromkeys(("fp8_e5m2", "float8_e5m2"), _FP8_E5M2),
 }
-"""By the names in vLLM and PyTorch, and common ones; `fp8` is e4m3, as in vLLM."""
+"""The types of values, by their names in vLLM and PyTorch, and by common names; `fp8` is e4m3, as in vLLM."""
