@@ -144,7 +144,7 @@ class IsolatedTier(WrapperTier):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         # The scheduler cannot wait for the tier's policy, so an isolated tier has the default one.
-        if len(self._urgent) < REQUESTS_MAX:  # before all jobs of the request
+        if len(self._urgent) < REQUESTS_MAX:  # the message goes before all jobs of the request
             self._post_urgent(lambda: self._attempt("on_new_request", self.inner.on_new_request, req_context))
         return RequestOffloadingContext()
 
