@@ -36,11 +36,11 @@ METRICS: Final = (
     Metric("deleted_segments_total", "Segments whose file was deleted since the opening."),
     Metric(
         "damaged_segments_total",
-        "Deleted segments (see `deleted_segments_total`) where the disk failed, or whose file was cut short.",
+        "Deleted segments where the disk failed, or whose file was cut short.",
     ),
     Metric(
         "refused_places_total", "Places of the disk that refused a write and are left out, while others take writes."
     ),
-    Metric("left_out_segments", "Segments not filled, or filled in part, since a place of the disk refused a write."),
+    Metric("left_out_segments", "Segments not or partly filled: a place of the disk refused a write."),
     Metric("lost_segments_total", "Segments whose file somebody else deleted or moved away."),
 )

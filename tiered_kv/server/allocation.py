@@ -85,10 +85,8 @@ class RowAllocation:
         self._allowed_bytes = size_bytes if room is None else min(size_bytes, first_bytes)
         self._looks = 0
         """How often it has looked since it waits for memory."""
-        self._may_wait = False
-        """Whether a chunk may wait for free memory. While the server starts it may not."""
-        self._done_bytes = 0
-        """Bytes of the chunks that have been allocated."""
+        self._may_wait = False  # for free memory; not while the server starts
+        self._done_bytes = 0  # in ended chunks
         self._running = 0  # threads that have not left, and `go_on`
         self._threads: list[threading.Thread] = []
         self.refusal = ""
@@ -139,7 +137,7 @@ class RowAllocation:
 
     def _run(self) -> None:
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # only this thread's
         try:
             self._work()
         finally:
