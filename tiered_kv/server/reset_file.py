@@ -7,6 +7,19 @@ changes the number once all tiers have written the reset. A damaged file, or ano
 
 The server hands schedulers a descriptor of the file. With it they can append as any user, from any container, and after
 the server has gone. The file is never replaced or cut while it has a name.
+
+In each pass the server's thread makes these calls of a `ServedStack`, in this order:
+
+1. `see_resets` notes how many resets the file has (`_resets_seen`). An engine counts its reset in the file before it
+   sends the message.
+2. The messages are read. A message of a reset calls `reset`, which moves `_resets_begun` up to that reset.
+3. `reset_unasked` compares the two counts. If the file had a reset in step 1 whose message did not come in step 2, the
+   engine has ended, or knew no server: the reset is carried out now.
+4. `step` answers lookups: no answer is from before a reset of step 1. If all begun resets are written, `step` tells the
+   file so, once for each change of `_resets_begun` (`_has_noted_resets`).
+
+So the number of written resets in the file is at most `_resets_begun`, and `_resets_begun` is at most the number of
+resets that the file asks for.
 """
 
 from __future__ import annotations
