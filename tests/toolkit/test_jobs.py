@@ -97,6 +97,25 @@ def test_a_burst_of_loads_goes_first_and_loads_that_never_end_leave_stores_a_sha
     assert [number for number, kind in enumerate(kinds) if kind == "store"] == list(range(first, 100, apart))
 
 
+def test_slow_stores_beside_loads_that_never_end_run_side_by_side_and_leave_a_worker_to_loads() -> None:
+    clock = ManualClock()
+    queue = PartQueue(lambda: None, StoreConcurrency(3, clock))
+    for number in range(6):
+        queue.put(job_of(3, is_load=False, job_id=number))
+    stores_running = []
+    for number in range(60):
+        queue.put(job_of(6, job_id=10 + number))  # of two parts, so that loads always wait
+        part = queue.take()
+        assert part is not None
+        if part.job.metadata.is_promotion:
+            queue.end(part)
+        else:
+            stores_running.append(number)
+        clock.advance(PATIENCE_S / 10)
+    assert len(stores_running) == 3
+    assert set(np.diff(stores_running)) == {LOADS_A_STORE + 1}
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["load", "store", "take", "take", "take", "take", "wait"]), st.integers(1, 60)),

@@ -142,15 +142,16 @@ def failure_reason(error: BaseException) -> Reason:
 class PartQueue:
     """Two queues of jobs, each first in, first out. Loads go before stores, and lookups before both.
 
-    Loads that never end would starve stores. So once both kinds have waited for `PATIENCE_S`, a part of a store begins
-    whenever `LOADS_A_STORE` times as many blocks of loads have begun since the last one.
+    Loads that never end would starve stores. So once loads have always waited for `PATIENCE_S`, a part of a store
+    begins whenever `LOADS_A_STORE` times as many blocks of loads have begun since the last one.
 
     Workers take jobs in parts, so that all of them serve one large job. The scheduler adds jobs without the lock: a
     worker that holds the lock, and has lost the interpreter, cannot delay the scheduler. The lock is held for a few
     assignments.
 
     The queue calls `wake`, on any thread, if one more worker may find a part. `wake` must not wait. `concurrency`
-    limits the parts of stores that run at once, so that slow stores leave a worker to loads.
+    limits the parts of stores that run at once, so that slow stores leave a worker to loads: to its `limit`, and to its
+    `limit_max` beside loads that never end.
     """
 
     def __init__(self, wake: Callable[[], None], concurrency: StoreConcurrency) -> None:
@@ -295,13 +296,13 @@ class PartQueue:
         if not self._stores:
             return self._loads
         concurrency.rise_if_stalled()
-        if self._stores_running >= concurrency.limit:
-            return self._loads
         first = self._stores[0]
         is_due = self._passed_blocks >= LOADS_A_STORE * min(first.part_blocks, first.end_block - first.next_block)
-        return (
-            self._stores if not self._loads or (is_due and now_s - self._loads_since_s >= PATIENCE_S) else self._loads
-        )
+        if self._loads:
+            is_turn = is_due and now_s - self._loads_since_s >= PATIENCE_S
+            # One part beside many loads gets less of the storage than the share of stores: more than `limit` may run.
+            return self._stores if is_turn and self._stores_running < concurrency.limit_max else self._loads
+        return self._stores if self._stores_running < concurrency.limit else None
 
     def _queue_of(self, job: Job) -> deque[Job]:
         return self._loads if job.metadata.is_promotion else self._stores
