@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.kernels import GIB, KIB, MACHINES, MIB, give_transparent, write_files, write_machine
+from tiered_kv.cpu.region import shared_sizes
 from tiered_kv.system.huge_pages import HugePages, PoolLimit, aligned_to, map_aligned
 from tiered_kv.system.limits import Limits
 
@@ -200,3 +201,22 @@ def test_memory_is_aligned_to_the_largest_page_that_fits_into_it() -> None:
         2 * MIB,
         512 * MIB,
     ]
+
+
+# Those that shared memory gets on request.
+
+
+@pytest.mark.parametrize(("machine", "size"), [(X86, 2 * MIB), (ARM_16K, 32 * MIB), (ARM_64K, 0)])
+def test_shared_memory_gets_pages_of_the_machine_s_size_unless_that_is_too_large(
+    machine: str, size: int, tmp_path: Path
+) -> None:
+    write_machine(tmp_path, machine)
+    limits = Limits(str(tmp_path))
+    assert limits.collapsed_size() == size, "though shmem_enabled is 'never'"
+    assert shared_sizes(limits) == ([size] if size else [])
+    give_transparent(tmp_path, "shmem_enabled", "advise", 64 * KIB)
+    assert shared_sizes(limits) == [64 * KIB, *([size] if size else [])]
+    give_transparent(tmp_path, "shmem_enabled", "deny")
+    assert limits.collapsed_size() == 0
+    assert shared_sizes(limits) == []
+    assert Limits(str(tmp_path / "none")).collapsed_size() == 0

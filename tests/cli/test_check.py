@@ -12,6 +12,7 @@ from tests.support.faulty import FourMethodTier
 from tests.support.redis_servers import RedisServer
 from tests.support.stacks import ReplaceModule, stack_file
 from tests.support.status_server import StatusServer, response
+from tiered_kv.cli import check as command
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.tiering.base import JobMetadata, JobResult
 
@@ -130,3 +131,15 @@ def test_a_user_of_one_namespace_is_enough(tmp_path: Path, check: Command) -> No
         assert check.json(file)["tiers"][1]["ok"]
         server.call("ACL", "SETUSER", "tier", "-set")
         assert "+set" in check.json(file, status=1)["tiers"][1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "why", "shown"), [("auto", "", "yes"), ("auto", "why", "no: why"), ("off", "", "")]
+)
+def test_it_says_whether_shared_memory_gets_huge_pages(
+    setting: str, why: str, shown: str, tmp_path: Path, check: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "refusal", lambda _: why)
+    file = Path(stack_file(tmp_path, "type: memory, capacity: 1MiB"))
+    file.write_text(file.read_text().replace("primary: {", f"primary: {{huge_pages: {setting}, "))
+    assert check.json(str(file))["tiers"][0]["details"].get("shared_huge_pages", "") == shown

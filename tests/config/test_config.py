@@ -252,7 +252,7 @@ class TestMistakes:
             ({"block": None}, "block: expected a mapping, found nothing"),
             ({"namespace": {"model": 1.0}}, "namespace.model: expected a text; put it in quotes"),
             ({"secondary": [{"type": 5}]}, "secondary.0.type: expected a text; put it in quotes"),
-            ({"primary": {"capacity": "1MiB", "huge_pages": "x"}}, "huge_pages: expected true or false, found 'x'"),
+            ({"primary": {"capacity": "1MiB", "huge_pages": "x"}}, "huge_pages: expected 'auto' or 'off', found 'x'"),
             (
                 {"primary": {"capacity": "1MiB", "policy": "lruu"}},
                 "primary.policy: expected lru, arc, density, or 'module",
@@ -349,6 +349,15 @@ def test_the_comparison_with_computing_is_turned_off_by_a_word(text: str) -> Non
     config = load_config({**MINIMAL, "prefill": yaml.safe_load(text)})
     assert not config.is_prefill_measured
     assert config.compute_block_s == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("text", "wants"), [("auto", True), ("true", True), ("off", False), ("'off'", False), ("false", False)]
+)
+def test_huge_pages_are_wanted_unless_a_word_turns_them_off(text: str, wants: bool) -> None:
+    assert load_config(MINIMAL).primary.wants_huge_pages
+    primary = {**MINIMAL["primary"], "huge_pages": yaml.safe_load(text)}  # type: ignore[dict-item]  # a mapping
+    assert load_config({**MINIMAL, "primary": primary}).primary.wants_huge_pages is wants
 
 
 def test_a_size_is_shown_as_the_file_has_it_and_that_of_a_changed_copy_as_it_is() -> None:

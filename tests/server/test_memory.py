@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import fcntl
 import mmap
@@ -20,10 +21,16 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.server import allocation, memory
 from tiered_kv.server.memory import Generations, HostRegion, map_generations, map_host_region
 from tiered_kv.stack.open import open_stack
+from tiered_kv.system import collapse
+from tiered_kv.system.collapse import huge_bytes
 from tiered_kv.system.huge_pages import HugePages
 from tiered_kv.system.limits import Limit, Limits
+from tiered_kv.testing.control import wait_until
 
 ROWS, ROW_BYTES = 6, 5000
+needs_collapse = pytest.mark.skipif(
+    bool(collapse.refusal(Limits().collapsed_size())), reason="this kernel makes no huge pages on request"
+)
 
 
 @pytest.fixture
@@ -204,6 +211,59 @@ def test_rows_have_huge_pages_of_the_one_size_that_the_kernel_gives(
             assert region.has_huge_pages is fits
             for each in (region, mapped):
                 assert not fits or each.array.ctypes.data % size == 0
+
+
+def wait_for_rows(region: HostRegion) -> None:
+    wait_until(lambda: not region.is_allocating)
+
+
+@needs_collapse
+def test_allocated_rows_are_on_huge_pages_and_so_are_those_of_an_engine(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    size_bytes = 70 << 20  # some are allocated behind the start
+    with closing(HostRegion(70, 1 << 20, prefault=True)) as region:
+        wait_for_rows(region)
+        assert region.huge_bytes == size_bytes
+        assert region.has_huge_pages
+        assert allocated_bytes(region.fd) == size_bytes
+        with closing(map_host_region(region.fd, 70, 1 << 20)) as mapped:
+            mapped.array[:] = 3
+            assert huge_bytes(mapped.array.ctypes.data, size_bytes) == size_bytes
+        assert region.array.all()
+    assert "70MiB of the rows' 70MiB are on huge pages" in [record.getMessage() for record in caplog.records]
+
+
+@needs_collapse
+@pytest.mark.parametrize("more", [{"huge_pages": False, "prefault": True}, {"prefault": False}])
+def test_rows_that_are_not_to_be_allocated_or_on_huge_pages_are_not(more: dict[str, bool]) -> None:
+    with closing(HostRegion(8, 1 << 20, **more)) as region:
+        wait_for_rows(region)
+        assert region.huge_bytes == 0
+        if Limits().transparent_sizes("shmem_enabled"):
+            pytest.skip("this kernel gives shared memory huge pages by itself")
+        region.array[:] = 1
+        assert huge_bytes(region.array.ctypes.data, 8 << 20) == 0
+
+
+def test_a_server_whose_kernel_makes_no_huge_pages_works_and_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(address: int, length: int, advice: int) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(collapse, "_advise", refuse)
+    monkeypatch.setattr(memory, "huge_bytes", lambda *_: 0)
+    caplog.set_level("INFO")
+    with closing(HostRegion(8, 1 << 20, prefault=True)) as region:
+        wait_for_rows(region)
+        assert region.ready_rows == 8
+        assert not region.has_huge_pages
+        region.array[:] = 1
+    (said,) = [each.getMessage() for each in caplog.records if "huge" in each.getMessage()]
+    assert said.startswith("the rows have no huge pages, with which disks are faster; ")
+    if Limits().collapsed_size():
+        assert "sysctl vm.compact_memory=1" in said
+    assert "nr_hugepages" in said
 
 
 @pytest.mark.parametrize("reserved", [True, None])

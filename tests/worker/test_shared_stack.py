@@ -19,15 +19,23 @@ from tiered_kv.base import (
     ReqContext,
     make_offload_key,
 )
+from tiered_kv.cpu import region as region_module
+from tiered_kv.cpu.region import Geometry
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.stack.facade import rows_of
 from tiered_kv.stack.open import EngineStack
+from tiered_kv.system.collapse import huge_bytes, refusal
+from tiered_kv.system.limits import Limits
+from tiered_kv.testing.control import wait_until
 from tiered_kv.worker import SharedStack, TieredOffloadingSpec, WorkerHandlers
+from tiered_kv.worker.shared import SharedRegion
+from tiered_kv.worker.shared_file import SharedFile
 
 torch = pytest.importorskip("torch")
 
 PAGE_BYTES = 2048
+PAGE = Limits().collapsed_size() or 2 << 20
 KEYS = [make_offload_key(bytes([number]) * 16, 0) for number in range(6)]
 
 
@@ -60,6 +68,52 @@ def transfer(handlers: WorkerHandlers, blocks: list[int], rows: list[int], *, is
 def prepare_store(stack: EngineStack, keys: list[OffloadKey]) -> list[int] | None:
     output = stack.manager.prepare_store(keys, ReqContext(req_id="r"))
     return None if output is None else rows_of(output.store_spec)
+
+
+@pytest.mark.skipif(bool(refusal(PAGE)), reason="this kernel makes no huge pages on request")
+def test_the_memory_of_an_engine_s_processes_is_on_huge_pages_behind_the_start(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    shared = SharedStack(stack_of(block_bytes=PAGE), name=name, bytes_per_worker=PAGE)
+    handlers = shared.open_handlers(Cache(PAGE).canonical)
+    stack = shared.open_engine_stack()
+    region = stack.region
+    assert isinstance(region, SharedRegion)
+    wait_until(lambda: not region.is_collapsing)
+    assert region.huge_bytes == stack.counters()["cpu"]["huge_page_bytes"] == 4 * PAGE
+    assert huge_bytes(region.array.ctypes.data, 4 * PAGE) == 4 * PAGE
+    assert any(each.getMessage().endswith("are on huge pages") for each in caplog.records)
+    handlers.shutdown()
+    stack.close()
+
+
+@pytest.mark.skipif(bool(refusal(PAGE)), reason="this kernel makes no huge pages on request")
+def test_a_worker_with_a_gpu_pins_huge_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned pages do not move any more."""
+    pinned = list[int]()
+
+    def register(address: int, size_bytes: int, flags: int) -> int:
+        pinned.append(huge_bytes(address, size_bytes))
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: 0)
+    monkeypatch.setattr(region_module, "_cuda_runtime", lambda: runtime)
+    file = SharedFile(name, "worker 0", ["scheduler", "worker 0"])
+    region = SharedRegion.join(file, Geometry(4, PAGE), for_gpu=True)
+    assert region.pin()
+    assert pinned == [4 * PAGE]
+    region.close()
+
+
+def test_huge_pages_may_be_turned_off(name: str) -> None:
+    source = {**stack_of(), "primary": {"capacity": 4 * PAGE, "huge_pages": "off"}, "block": {"bytes": PAGE}}
+    shared = SharedStack(source, name=name, bytes_per_worker=PAGE)
+    stack = shared.open_engine_stack()
+    assert isinstance(stack.region, SharedRegion)
+    assert not stack.region.is_collapsing
+    assert stack.counters()["cpu"]["huge_page_bytes"] == 0
+    stack.close()
 
 
 def test_workers_of_different_sizes_do_not_share_bytes(name: str) -> None:

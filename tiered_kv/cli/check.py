@@ -38,7 +38,8 @@ from tiered_kv.cpu.policies import make_policy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.stack.open import needs_of, open_publisher, open_region, open_server, open_tier, shut_down
-from tiered_kv.system.limits import Need, refuse, shared_memory_need
+from tiered_kv.system.collapse import refusal
+from tiered_kv.system.limits import Limits, Need, refuse, shared_memory_need
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.toolkit.codecs import CodecSettings
 from tiered_kv.toolkit.listing_administration import ListingAdministration
@@ -249,8 +250,17 @@ def _check_primary(config: StackConfig, needs: list[Need]) -> tuple[TierCheck, P
         "blocks": region.num_blocks,
         "policy": settings.policy,
         "huge_pages": region.has_huge_pages,
+        **_shared_memory(config),
     }
     return TierCheck("cpu", "cpu", True, details=details), region
+
+
+def _shared_memory(config: StackConfig) -> dict[str, object]:
+    """Try whether memory that processes share has huge pages: a server's, or that of an engine's processes."""
+    if not config.primary.wants_huge_pages:
+        return {}
+    why = refusal(Limits().collapsed_size())
+    return {"shared_huge_pages": f"no: {why}" if why else "yes"}
 
 
 def _check_tier(config: StackConfig, settings: TierSettings, region: PrimaryRegion, opened: ExitStack) -> TierCheck:

@@ -68,7 +68,9 @@ class PrimarySettings(StrictModel):
         examples=["my_engine-1"],
         description="Name of the file in /dev/shm that the processes of an engine map, where the engine gives none.",
     )
-    huge_pages: bool = Field(default=True, description="Ask the kernel for transparent huge pages; it may decline.")
+    huge_pages: Annotated[Literal["auto", "off"], WithJsonSchema({"enum": ["auto", True, "off", False]})] = Field(
+        default="auto", description="Have the memory on huge pages as far as the kernel gives them; 'off' for none."
+    )
     reserved_huge_pages: bool | None = Field(
         default=None,
         description="Of `tiered-kv serve`: use reserved huge pages (vm.nr_hugepages); by default if they suffice.",
@@ -89,11 +91,21 @@ class PrimarySettings(StrictModel):
         default=30.0, gt=0, le=3600, description="How long a request may wait for blocks; then they are a miss for it."
     )
 
+    @property
+    def wants_huge_pages(self) -> bool:
+        return self.huge_pages == "auto"
+
     def refuse_without_server(self) -> None:
         """Raise `ConfigError` for a setting that only the server of a host's cache knows."""
         if self.reserved_huge_pages:
             message = "only `tiered-kv serve` uses reserved huge pages; leave it out"
             raise ConfigError(message, location="primary.reserved_huge_pages")
+
+    @field_validator("huge_pages", mode="before")
+    @classmethod
+    def _off_may_be_false(cls, huge_pages: object) -> object:
+        """Read true and false, and the word `off`, which YAML turns into False."""
+        return {"true": "auto", "false": "off"}.get(str(huge_pages).lower(), huge_pages)
 
     @field_validator("policy")
     @classmethod

@@ -30,7 +30,7 @@ import numpy as np
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.errors import ConfigError, ResourceError, needing_resources
 from tiered_kv.system.file_systems import allocate
-from tiered_kv.system.huge_pages import aligned_to, map_aligned
+from tiered_kv.system.huge_pages import TRANSPARENT, aligned_to, map_aligned
 from tiered_kv.system.limits import Limits
 from tiered_kv.system.permissions import NotPrivateError, check_file
 
@@ -66,6 +66,8 @@ class PrimaryRegion:
 
     is_reserved = False
     """Whether its pages are reserved huge ones, which count in no limit of memory."""
+    huge_bytes = 0
+    """Bytes of shared memory that the kernel has mapped by huge pages, counted when the start has ended."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class PrimaryRegion:
             )
         region = cls.__new__(cls)
         size_bytes = wanted - offset
-        sizes = Limits().transparent_sizes("shmem_enabled") if huge_pages else []
+        sizes = shared_sizes(Limits()) if huge_pages else []
         with needing_resources(f"the region {path} cannot be mapped"):
             mapping, start = map_aligned(size_bytes, aligned_to(sizes, size_bytes), fd=fd, offset=offset)
         region._adopt(mapping, num_blocks, block_bytes, start)
@@ -214,12 +216,14 @@ class PrimaryRegion:
         return True
 
 
-def size_shared(fd: int, path: Path, size_bytes: int) -> None:
-    """Allocate the pages of all rows of a file in shared memory. Otherwise a full /dev/shm would kill a writer later.
+def shared_sizes(limits: Limits, folder: Path = TRANSPARENT) -> list[int]:
+    """Return the sizes of huge pages that shared memory may get, by itself or on request: it is aligned to one."""
+    collapsed = limits.collapsed_size(folder)
+    return sorted({*limits.transparent_sizes("shmem_enabled", folder), *([collapsed] if collapsed else [])})
 
-    Raises:
-        ConfigError: Too little shared memory is free.
-    """
+
+def check_shared_room(fd: int, path: Path, size_bytes: int) -> None:
+    """Raise `ConfigError` if too little shared memory is free for the rows of a file."""
     status = os.fstatvfs(fd)
     free = status.f_bavail * status.f_frsize
     if free < size_bytes:
@@ -227,6 +231,14 @@ def size_shared(fd: int, path: Path, size_bytes: int) -> None:
             f"{path.parent} has {rounded_bytes(free)} free and the region needs {rounded_bytes(size_bytes)}; "
             "lower primary.capacity, or enlarge it (mount -o remount,size=...)"
         )
+
+
+def size_shared(fd: int, path: Path, size_bytes: int) -> None:
+    """Allocate the pages of all rows of a file in shared memory. Otherwise a full /dev/shm would kill a writer later.
+
+    Raises:
+        ConfigError: Too little shared memory is free.
+    """
     try:
         if not allocate(fd, ROWS_OFFSET, size_bytes):
             zeros = memoryview(bytes(min(size_bytes, 2 << 20)))

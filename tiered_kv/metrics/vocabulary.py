@@ -65,6 +65,7 @@ PRIMARY: Final = table(
     Metric("used_blocks", "Blocks in the primary tier."),
     Metric("used_bytes", "Bytes of the blocks in the primary tier."),
     Metric("capacity_bytes", "Bytes of the whole primary tier."),
+    Metric("huge_page_bytes", "Bytes of it on huge pages, counted after the start: of shared memory, otherwise 0."),
     Metric("block_tokens", "Tokens of a block: the setting block.tokens."),
     Metric(
         "restored_tokens_total", "Tokens that the engine loaded, and need not compute: of the KV cache group with most."

@@ -23,6 +23,7 @@ from weakref import WeakSet
 
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ResourceError
+from tiered_kv.system.collapse import NICE, Collapse
 from tiered_kv.system.limits import Limit, Limits
 from tiered_kv.system.threads import start_thread
 
@@ -36,8 +37,6 @@ LOOK_AGAIN_S: Final = 2.0
 LOOKS_MAX: Final = 300
 """Limit of such looks, 10 minutes in all: engines that pin the rows attach only after the allocation has ended."""
 _THREADS: Final = 4
-_NICE: Final = 10
-"""Nice value of the threads: the server and the engines, which run already, get the processors first."""
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the mmap module
 
 _log = logging.getLogger(__name__)
@@ -62,6 +61,8 @@ class RowAllocation:
         page_bytes: Size of one of its pages.
         room: Gets the number of bytes that are needed; returns how many may be allocated now, and why no more. None if
             the file's pages are reserved.
+        collapse: Makes huge pages of the mapping; None if that was not asked for.
+        on_end: Called once, on any thread, when all rows are allocated or refused, but not after `close`.
 
     Attributes:
         refusal: Why the system refused a page; empty if it refused none.
@@ -69,9 +70,20 @@ class RowAllocation:
         is_over: Whether `ready_bytes` is final.
     """
 
-    def __init__(self, fd: int, address: int, size_bytes: int, *, page_bytes: int, room: _Room | None = None) -> None:
+    def __init__(
+        self,
+        fd: int,
+        address: int,
+        size_bytes: int,
+        *,
+        page_bytes: int,
+        room: _Room | None = None,
+        collapse: Collapse | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._collapse, self._on_end = collapse, on_end
         self._fd, self._address, self._size_bytes = fd, address, size_bytes
-        self._chunk_bytes = max(CHUNK_BYTES, page_bytes)
+        self._chunk_bytes = max(CHUNK_BYTES, page_bytes, collapse.page_bytes if collapse else 0)
         self._room = room
         self._waiting = threading.Lock()  # one thread looks for room at a time, and waits for it
         self._closed = threading.Event()
@@ -137,7 +149,7 @@ class RowAllocation:
 
     def _run(self) -> None:
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # only this thread's
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # only this thread's
         try:
             self._work()
         finally:
@@ -150,8 +162,12 @@ class RowAllocation:
     def _leave(self) -> None:
         with self._lock:
             self._running -= 1
-            self.is_over = not self._running
-            is_short = self.is_over and 0 < self._end < self._size_bytes
+            is_last, is_short = not self._running, 0 < self._end < self._size_bytes
+        if not is_last:
+            return
+        if self._end:
+            self._on_end()
+        self.is_over = True
         if is_short:
             ready, wanted = rounded_bytes(self.ready_bytes), rounded_bytes(self._size_bytes)
             advice = "free memory, or raise the limit, and start the server anew"
@@ -196,7 +212,9 @@ class RowAllocation:
 
     def _allocate_chunk(self, offset: int, length: int) -> None:
         try:
-            allocate(self._fd, self._address, offset, length)
+            if self._collapse is not None:
+                self._collapse.part(offset, length)
+            allocate(self._fd, self._address, offset, length)  # what the kernel has not put on huge pages
         except OSError as error:
             self._refuse(offset, error.strerror or str(error))
             return

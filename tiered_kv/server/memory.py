@@ -25,9 +25,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from tiered_kv.config.units import format_bytes, rounded_bytes
-from tiered_kv.cpu.region import Geometry, PrimaryRegion
+from tiered_kv.cpu.region import Geometry, PrimaryRegion, shared_sizes
 from tiered_kv.errors import ConfigError, ResourceError, needing_resources
 from tiered_kv.server.allocation import RowAllocation
+from tiered_kv.system.collapse import Collapse, describe, huge_bytes
 from tiered_kv.system.huge_pages import TRANSPARENT, HugePages, aligned_to, map_aligned, pool_name
 from tiered_kv.system.limits import Limit, Limits
 
@@ -82,8 +83,9 @@ class HostRegion(SealedRegion):
 
     Args:
         num_blocks, block_bytes: As of `PrimaryRegion`.
-        huge_pages: Ask for transparent huge pages. The kernel gives them only if a setting `shmem_enabled` allows it:
-            in /sys/kernel/mm/transparent_hugepage or a folder of it. The default is `never`.
+        huge_pages: Ask for transparent huge pages. With `prefault`, the kernel makes them on request (`Collapse`).
+            Without it, only if a setting `shmem_enabled` allows it, in /sys/kernel/mm/transparent_hugepage or a folder
+            of it. The default is `never`.
         reserved: Take reserved huge pages (vm.nr_hugepages) of any size instead. None takes them only if `huge_pages`
             is set, `numa_node` is None, enough pages are free, and whole pages waste little (`HugePages.fits`).
         numa_node: Bind the memory to this node, for all processes that map it.
@@ -113,6 +115,8 @@ class HostRegion(SealedRegion):
         self._numa_node = numa_node
         self._allocation: RowAllocation | None = None
         self._lacking = ""  # how to get reserved huge pages
+        self._collapse: Collapse | None = None
+        self._wants_huge_pages = huge_pages
         self.is_reserved = False
         try:
             mapped = self._map_reserved(wanted, wait_s) if reserved else None
@@ -123,17 +127,20 @@ class HostRegion(SealedRegion):
             sizes = _transparent_sizes(wanted) if huge_pages and not self.is_reserved else []
             if mapped is None:
                 _wait_for_free(wanted, wait_s, numa_node)
-                mapped = self._map(wanted, sizes)
+                mapped = self._map(wanted, [*sizes, *(_sizes_to_align(wanted) if huge_pages else [])])
             self._adopt(mapped[0], num_blocks, block_bytes, mapped[1])
-            self._place(bool(sizes), numa_node)
+            self._place(bool(sizes), numa_node)  # before the first page is allocated
             self.has_huge_pages |= self.is_reserved
-            if huge_pages and not self.has_huge_pages:
-                how = self._lacking or Limits().huge_pages(wanted).advice(wanted) or "set reserved_huge_pages: true"
-                _log.info("the rows have no huge pages, with which disks are faster; %s", how)
+            if huge_pages and not self.has_huge_pages and not prefault:
+                _log.info("the rows have no huge pages, with which disks are faster; %s", self._advice())
             with needing_resources("the rows' memory cannot be sealed"):
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
             if prefault and self._allocation is None:
-                self._allocation = self._begun(self.array.ctypes.data, mmap.PAGESIZE)
+                address, page_bytes = self.array.ctypes.data, Limits().collapsed_size(_SHMEM_ENABLED.parent)
+                if huge_pages and 0 < page_bytes <= self._size_bytes:
+                    self._collapse = Collapse(address, self._size_bytes, page_bytes)
+                    self.has_huge_pages = True  # until they are counted
+                self._allocation = self._begun(address, mmap.PAGESIZE)
                 if self._allocation.refusal and self._allocation.ready_bytes < self._least_bytes:
                     raise ResourceError(self._allocation.refusal)
             if self._allocation is not None:
@@ -171,10 +178,38 @@ class HostRegion(SealedRegion):
         return super().close()
 
     def _begun(self, address: int, page_bytes: int) -> RowAllocation:
-        room = None if self.is_reserved else self._room
-        allocation = RowAllocation(self.fd, address, self._size_bytes, page_bytes=page_bytes, room=room)
+        allocation = RowAllocation(
+            self.fd,
+            address,
+            self._size_bytes,
+            page_bytes=page_bytes,
+            room=None if self.is_reserved else self._room,
+            collapse=self._collapse,
+            on_end=self._count_huge_pages,
+        )
         allocation.begin()
         return allocation
+
+    def _count_huge_pages(self) -> None:
+        """Count the huge pages of the allocated rows, and log how to get more."""
+        if self.is_reserved:
+            self.huge_bytes = self._size_bytes
+        elif self._wants_huge_pages:
+            self.huge_bytes = huge_bytes(self.array.ctypes.data, self._size_bytes)
+            whole_bytes = self._collapse.whole_bytes if self._collapse else self._size_bytes
+            if self.huge_bytes >= whole_bytes > 0:
+                _log.info("%s", describe(self.huge_bytes, self._size_bytes))
+            elif self.huge_bytes:
+                _log.info("%s; %s", describe(self.huge_bytes, self._size_bytes), self._advice())
+            else:
+                _log.info("the rows have no huge pages, with which disks are faster; %s", self._advice())
+        self.has_huge_pages = self.huge_bytes > 0
+
+    def _advice(self) -> str:
+        """Return how to get huge pages, or more of them: reserved ones, and why the kernel made no others."""
+        reserve = self._lacking or Limits().huge_pages(self._size_bytes).advice(self._size_bytes)
+        why = self._collapse.advice() if self._collapse else ""
+        return "; or ".join(filter(None, (why, reserve or "set reserved_huge_pages: true")))
 
     def _room(self, wanted: int) -> tuple[int, str]:
         """Return how many bytes the rows may take now, and why no more."""
@@ -282,7 +317,7 @@ def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> SealedRegion:
     with needing_resources("the rows of the host's cache cannot be mapped"):
         size_bytes = os.fstat(fd).st_size  # all of it: a file of huge pages is longer than the rows
         page_bytes = os.fstatvfs(fd).f_bsize
-        sizes = _transparent_sizes(size_bytes) if page_bytes <= mmap.PAGESIZE else [page_bytes]
+        sizes = _sizes_to_align(size_bytes) if page_bytes <= mmap.PAGESIZE else [page_bytes]
         mapping, start = map_aligned(size_bytes, aligned_to(sizes, size_bytes), fd=fd)
         mapping.madvise(mmap.MADV_DONTFORK)
         region.fd = os.dup(fd)
@@ -350,6 +385,11 @@ def _transparent_sizes(size_bytes: int) -> list[int]:
     """Return the sizes of huge pages that rows of `size_bytes` may have."""
     sizes = Limits().transparent_sizes("shmem_enabled", _SHMEM_ENABLED.parent)
     return [size for size in sizes if size <= size_bytes]
+
+
+def _sizes_to_align(size_bytes: int) -> list[int]:
+    """Return the same, with those that rows get on request."""
+    return [size for size in shared_sizes(Limits(), _SHMEM_ENABLED.parent) if size <= size_bytes]
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -136,7 +136,7 @@ class ServedStack:
             region = HostRegion(
                 config.primary_blocks,
                 config.block.bytes,
-                huge_pages=settings.huge_pages,
+                huge_pages=settings.wants_huge_pages,
                 reserved=settings.reserved_huge_pages,
                 numa_node=settings.numa_node,
                 wait_s=FREE_MEMORY_S,

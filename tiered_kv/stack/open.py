@@ -304,7 +304,7 @@ def open_region(config: StackConfig) -> PrimaryRegion:
     region = PrimaryRegion(
         config.primary_blocks,
         config.block.bytes,
-        huge_pages=settings.huge_pages,
+        huge_pages=settings.wants_huge_pages,
         prefault=bool(settings.prefault),
         numa_node=settings.numa_node,
     )

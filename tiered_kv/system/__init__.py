@@ -4,6 +4,7 @@ Every package above the interfaces and words uses it, on its own threads. What m
 from the kernel and none is assumed, and nothing here knows of blocks or tiers.
 
 limits           what the process and its cgroups may use: memory, descriptors, threads
+collapse         huge pages for shared memory, on request
 huge_pages       pools of huge pages, and which limit binds
 permissions      who may read or write a file
 file_systems     what the kernel says of files, and its allocation of space

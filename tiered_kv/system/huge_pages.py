@@ -22,6 +22,8 @@ from tiered_kv.config.units import rounded_bytes
 TRANSPARENT: Final = Path("/sys/kernel/mm/transparent_hugepage")
 POOLS: Final = "/sys/kernel/mm/hugepages"
 _MFD_HUGE_SHIFT: Final = 26  # memfd_create(2)
+COLLAPSED_BYTES_MAX: Final = 32 << 20
+"""Larger pages are not made on request: 512 MiB are hardly ever free, and the small pages there have 64 KiB already."""
 _WASTE_SHARE: Final = 8
 """A pool is preferred if its last page leaves unused at most the rows' bytes divided by this."""
 _WASTE_BYTES: Final = 16 << 20
@@ -127,9 +129,7 @@ def transparent_sizes(setting: Literal["enabled", "shmem_enabled"], folder: Path
     above = _chosen(folder / setting)
     if setting == "shmem_enabled" and above == "deny":
         return []
-    whole = 0
-    with suppress(OSError, ValueError):
-        whole = int((folder / "hpage_pmd_size").read_text())
+    whole = _whole_size(folder)
     by_size = {}
     with suppress(OSError):
         for entry in os.listdir(folder):
@@ -141,6 +141,12 @@ def transparent_sizes(setting: Literal["enabled", "shmem_enabled"], folder: Path
         by_size.setdefault(whole, "inherit")
     given = {size: above if chosen == "inherit" else chosen for size, chosen in by_size.items()}
     return sorted(size for size, chosen in given.items() if chosen not in ("never", ""))
+
+
+def collapsed_size(folder: Path = TRANSPARENT) -> int:
+    """Return the size of the huge pages that shared memory gets on request (`collapse`); 0 if it gets none."""
+    size = _whole_size(folder)
+    return size if size <= COLLAPSED_BYTES_MAX and _chosen(folder / "shmem_enabled") not in ("", "deny") else 0
 
 
 def aligned_to(sizes: Iterable[int], size_bytes: int) -> int:
@@ -177,6 +183,12 @@ def map_aligned(size_bytes: int, align_bytes: int, *, fd: int = -1, offset: int 
             mapping.close()
             raise OSError(code, os.strerror(code))
     return mapping, start
+
+
+def _whole_size(folder: Path) -> int:
+    with suppress(OSError, ValueError):
+        return int((folder / "hpage_pmd_size").read_text())
+    return 0
 
 
 def _chosen(path: Path) -> str:

@@ -19,7 +19,16 @@ from typing import Final, Literal
 
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError
-from tiered_kv.system.huge_pages import POOLS, TRANSPARENT, HugePages, PoolLimit, pool_for, pool_name, transparent_sizes
+from tiered_kv.system.huge_pages import (
+    POOLS,
+    TRANSPARENT,
+    HugePages,
+    PoolLimit,
+    collapsed_size,
+    pool_for,
+    pool_name,
+    transparent_sizes,
+)
 
 Resource = Literal["memory", "descriptors", "threads", "disk", "shared memory"]
 
@@ -148,6 +157,10 @@ class Limits:
     def transparent_sizes(self, setting: Literal["enabled", "shmem_enabled"], folder: Path = TRANSPARENT) -> list[int]:
         """Return the sizes of huge pages that the kernel gives of itself, as `huge_pages.transparent_sizes`."""
         return transparent_sizes(setting, Path(f"{self._root}{folder}"))
+
+    def collapsed_size(self, folder: Path = TRANSPARENT) -> int:
+        """Return the size of the huge pages that shared memory gets on request, as `huge_pages.collapsed_size`."""
+        return collapsed_size(Path(f"{self._root}{folder}"))
 
     def _pool_sizes(self) -> Iterator[int]:
         with suppress(OSError):

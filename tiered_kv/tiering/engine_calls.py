@@ -341,6 +341,7 @@ class EngineCalls(CacheManager):
             **self.shown_cost.snapshot(),
             "promotion_blocks": self._promotions.blocks_taken,
             "released_holds_total": self._promotions.released_holds,
+            "huge_page_bytes": self.primary.backend.region.huge_bytes,
         }
         skipped = {Reason.BY_REQUEST.value: count} if (count := self._requests.skipped_blocks) else {}
         yield (

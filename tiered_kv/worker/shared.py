@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, Self
 
 from tiered_kv.base import CanonicalKVCaches, LoadStoreSpec, OffloadingHandler, OffloadingManager, OffloadingSpec
@@ -22,13 +23,15 @@ from tiered_kv.cpu.region import (
     Geometry,
     PrimaryRegion,
     check_header,
+    check_shared_room,
     has_header,
     size_shared,
     write_header,
 )
-from tiered_kv.errors import ConfigError, TieredKVError, needing_resources
+from tiered_kv.errors import ConfigError, ResourceError, TieredKVError, needing_resources
 from tiered_kv.stack.open import EngineStack, needs_of
-from tiered_kv.system.limits import refuse
+from tiered_kv.system.collapse import Collapse, CollapseThread, describe
+from tiered_kv.system.limits import Limits, refuse
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.worker.handlers import WorkerHandlers, open_handlers
 from tiered_kv.worker.shared_file import SharedFile
@@ -36,6 +39,8 @@ from tiered_kv.worker.shared_file import SharedFile
 _log = logging.getLogger(__name__)
 
 SCHEDULER = "scheduler"
+COLLAPSE_S_MAX = 60.0
+"""How long a worker with a GPU may collapse the rows before it pins them. Other processes wait for it."""
 
 
 def worker_party(rank: int) -> str:
@@ -108,7 +113,9 @@ class SharedStack:
         Raises:
             ConfigError, TierError: See `open_engine_stack`; or the memory is in use by another run.
         """
-        backend = _SharedBackend(self._join(SCHEDULER, file))
+        region = self._join(SCHEDULER, file)
+        region.collapse_behind()  # here, and not in each worker
+        backend = _SharedBackend(region)
         return EngineStack(self.config, backend=backend, enable_events=enable_events)
 
     def open_handlers(
@@ -127,7 +134,7 @@ class SharedStack:
         """
         if not 0 <= rank < self.num_workers:
             raise ValueError(f"there is no worker {rank} among {self.num_workers}")
-        region = self._join(worker_party(rank), file)
+        region = self._join(worker_party(rank), file, for_gpu=_has_gpu(kv_caches))
         # Equal shares, not by `bytes_per_worker`: it differs between workers that have different layers.
         part_bytes = self.geometry.part_bytes
         try:
@@ -144,15 +151,16 @@ class SharedStack:
             region.close()
             raise
 
-    def _join(self, party: str, file: SharedFile | None) -> SharedRegion:
+    def _join(self, party: str, file: SharedFile | None, *, for_gpu: bool = False) -> SharedRegion:
         settings = self.config.primary
         settings.refuse_without_server()
         with needing_resources("the engine's memory cannot be mapped"):
             return SharedRegion.join(
                 file or SharedFile(self.name, party, parties_of(self.num_workers)),
                 self.geometry,
-                huge_pages=settings.huge_pages,
+                huge_pages=settings.wants_huge_pages,
                 numa_node=settings.numa_node,
+                for_gpu=for_gpu,
             )
 
 
@@ -174,6 +182,10 @@ class _SharedBackend(CPUBackend):
         return 0
 
 
+def _has_gpu(kv_caches: CanonicalKVCaches) -> bool:
+    return any(cache.tensor.device.type == "cuda" for cache in kv_caches.tensors)
+
+
 def _check_complete(region: SharedRegion) -> None:
     if not region.is_complete():
         missing = ", ".join(region.missing_parties())
@@ -192,14 +204,23 @@ class SharedRegion(PrimaryRegion):
 
     _file: SharedFile | None = None
     """None until it is mapped."""
+    _collapse: Collapse | None = None
+    _collapsing: CollapseThread | None = None
 
     @classmethod
     def join(
-        cls, file: SharedFile, geometry: Geometry, *, huge_pages: bool = True, numa_node: int | None = None
+        cls,
+        file: SharedFile,
+        geometry: Geometry,
+        *,
+        huge_pages: bool = True,
+        numa_node: int | None = None,
+        for_gpu: bool = False,
     ) -> Self:
         """Map the rows of `file`, in which this process has a place; all parties give the same `geometry`.
 
-        The region owns the file from now on, even if this raises. The rest is as for `PrimaryRegion`.
+        The region owns the file from now on, even if this raises. With `for_gpu`, the process will pin the rows, and
+        they get their huge pages now. The rest is as for `PrimaryRegion`.
 
         Raises:
             ConfigError: The memory cannot be allocated, or another party expects another geometry.
@@ -222,6 +243,13 @@ class SharedRegion(PrimaryRegion):
                     numa_node=numa_node,
                 )
                 region._file = file
+                page_bytes = Limits().collapsed_size() if huge_pages else 0
+                if page_bytes:
+                    region._collapse = Collapse(region.array.ctypes.data, geometry.size_bytes, page_bytes)
+                if is_first:
+                    check_shared_room(file.fd, file.path, geometry.size_bytes)
+                if region._collapse is not None and for_gpu:
+                    region._collapse.within(COLLAPSE_S_MAX)  # pinned pages do not move any more
                 if is_first:
                     size_shared(file.fd, file.path, geometry.size_bytes)  # its pages are where the mapping was bound
                     write_header(file.fd, geometry)
@@ -232,6 +260,29 @@ class SharedRegion(PrimaryRegion):
                 region.close()
             raise
         return region
+
+    def collapse_behind(self) -> None:
+        """Put the rows on huge pages, by a thread that gives way; without a thread they stay on small ones."""
+        if self._collapse is not None and not self._collapse.is_over:
+            with suppress(ResourceError):
+                self._collapsing = CollapseThread(self._collapse, self._count_huge_pages)
+
+    @property
+    def is_collapsing(self) -> bool:
+        """Whether that thread runs."""
+        return self._collapsing is not None and not self._collapsing.wait(0.0)
+
+    def _count_huge_pages(self) -> None:
+        assert self._collapse is not None
+        self.huge_bytes = self._collapse.count()
+        advice = self._collapse.advice() if self.huge_bytes < self._collapse.whole_bytes else ""
+        _log.info("%s%s", describe(self.huge_bytes, self.array.nbytes), advice and f"; {advice}")
+
+    def close(self) -> bool:
+        """Stop the thread of `collapse_behind`, and unmap the region; see `PrimaryRegion`."""
+        if self._collapsing is not None:
+            self._collapsing.close()
+        return super().close()
 
     def is_complete(self) -> bool:
         """Return whether all parties have joined; they may have left since."""
