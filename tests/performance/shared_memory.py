@@ -49,7 +49,7 @@ from tiered_kv.worker.shared import SCHEDULER, SharedRegion, SharedStack
 from tiered_kv.worker.shared_file import SharedFile
 
 KINDS = ("server", "workers", "attached", "engine")
-MOVED_BYTES, REGION_BYTES = 512 << 20, 512 << 20
+MOVED_BYTES, REGION_BYTES = 256 << 20, 256 << 20
 JOB_BYTES = 32 << 20
 _TIMEOUT_S = 100.0
 
@@ -105,7 +105,7 @@ def answer_of(process: subprocess.Popen[str]) -> dict[str, float]:
 def serve_side(directory: Path, side: str, kind: str, block_bytes: int) -> None:
     """Move blocks, once for each line that comes in, and print the figures."""
     with open_side(directory, side, kind, block_bytes) as move:
-        for _ in range(3):
+        for _ in range(4):  # more than fits into the directory
             move()
         print(json.dumps({}), flush=True)
         for _ in sys.stdin:

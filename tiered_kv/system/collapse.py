@@ -24,8 +24,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from tiered_kv.config.units import rounded_bytes
-from tiered_kv.system.huge_pages import aligned_to, map_aligned
+from tiered_kv.config.units import format_bytes, rounded_bytes
+from tiered_kv.system.huge_pages import COLLAPSED_BYTES_MAX, aligned_to, map_aligned
 from tiered_kv.system.threads import give_way, start_thread
 
 PART_BYTES: Final = 4 << 20
@@ -189,7 +189,8 @@ def huge_bytes(address: int, size_bytes: int) -> int:
 def refusal(page_bytes: int) -> str:
     """Try one huge page of shared memory, and return why this process gets none, and the remedy; "" if it gets one."""
     if not page_bytes:
-        return advice_for(errno.EINVAL)
+        most = format_bytes(COLLAPSED_BYTES_MAX)
+        return f"this machine has none, or larger ones than {most}, or shmem_enabled is 'deny'; reserve huge pages"
     try:
         fd = os.memfd_create("tiered-kv-probe", os.MFD_CLOEXEC)
     except OSError as error:
