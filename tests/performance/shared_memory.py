@@ -19,68 +19,76 @@ once a round. CPU time is that of the side's processes, the kernel's part includ
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
+import mmap
 import os
 import secrets
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from inspect import signature
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 import tiered_kv
-from tests.performance.bench import Sample, block_key, command_line, in_turn, sample, summary, timed
+from tests.performance.bench import Sample, Taken, block_key, command_line, in_turn, sample, summary, timed
 from tests.support.host_server import server_process
-from tiered_kv.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec, ReqContext
+from tiered_kv.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    OffloadKey,
+    ReqContext,
+)
 from tiered_kv.cpu.region import Geometry, PrimaryRegion
-from tiered_kv.server.connect import connect
+from tiered_kv.server.connect import HostStack, connect
 from tiered_kv.server.memory import HostRegion
 from tiered_kv.worker.shared import SCHEDULER, SharedRegion, SharedStack
 from tiered_kv.worker.shared_file import SharedFile
 
 KINDS = ("server", "workers", "attached", "engine")
-MOVED_BYTES, REGION_BYTES = 256 << 20, 256 << 20
-JOB_BYTES = 32 << 20
+LEFT_OUT = {("engine", "private")}
+"""An engine's processes have no private rows."""
+JOB_BYTES = 8 << 20
 _TIMEOUT_S = 100.0
 
 
 def main() -> None:
-    parser = command_line(__doc__, "directory", before=str, block_bytes=65536, rounds=5, side=str)
+    parser = command_line(__doc__, "directory", before=str, block_bytes=65536, rounds=5, mib=256, side=str)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     arguments = parser.parse_args()
+    size_bytes = arguments.mib << 20
     if arguments.side:
-        serve_side(arguments.directory, arguments.side, arguments.kinds[0], arguments.block_bytes)
+        Side(arguments.directory, arguments.side, arguments.kinds[0], arguments.block_bytes, size_bytes).serve()
         return
-    sides = {"before": arguments.before, "head": sys.executable, "private": sys.executable}
-    given = {side: program for side, program in sides.items() if program}
-    print(
-        json.dumps(
-            {
-                kind: measure(arguments.directory, kind, given, arguments.block_bytes, arguments.rounds)
-                for kind in arguments.kinds
-            }
-        )
-    )
+    programs = {"before": arguments.before, "head": sys.executable, "private": sys.executable}
+    found: dict[str, object] = {}
+    for kind in arguments.kinds:
+        sides = {side: program for side, program in programs.items() if program and (kind, side) not in LEFT_OUT}
+        options = ["--kinds", kind, "--block-bytes", str(arguments.block_bytes), "--mib", str(arguments.mib)]
+        measured = measure(arguments.directory, sides, options, arguments.rounds)
+        found |= {f"{kind}_{name}": value for name, value in measured.items()}
+    print(json.dumps(found))
 
 
-def measure(directory: Path, kind: str, sides: dict[str, str], block_bytes: int, rounds: int) -> dict[str, object]:
+def measure(directory: Path, sides: dict[str, str], options: list[str], rounds: int) -> dict[str, object]:
     taken: defaultdict[str, list[Sample]] = defaultdict(list)
     with ExitStack() as opened:
         processes = {}
         for side, program in sides.items():
             folder = opened.enter_context(tempfile.TemporaryDirectory(dir=directory))
-            command = [program, __file__, folder, "--side", side, "--kinds", kind, "--block-bytes", str(block_bytes)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            command = [program, __file__, folder, "--side", side, *options]
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder)  # its own package
             opened.callback(process.wait, _TIMEOUT_S)
             assert process.stdin is not None
             opened.callback(process.stdin.close)  # it ends itself
@@ -88,10 +96,9 @@ def measure(directory: Path, kind: str, sides: dict[str, str], block_bytes: int,
             answer_of(process)
         for number in range(rounds):
             for side in in_turn(number, sides):
-                processes[side].stdin.write("go\n")  # type: ignore[union-attr]  # a pipe, as said above
-                processes[side].stdin.flush()  # type: ignore[union-attr]
+                print("go", file=processes[side].stdin, flush=True)
                 taken[side].append(answer_of(processes[side]))
-    return summary(taken, [pair for pair in (("head", "before"), ("head", "private")) if pair[1] in sides])
+    return summary(taken, [("head", side) for side in ("before", "private") if side in sides])
 
 
 def answer_of(process: subprocess.Popen[str]) -> dict[str, float]:
@@ -102,68 +109,87 @@ def answer_of(process: subprocess.Popen[str]) -> dict[str, float]:
     return answer
 
 
-def serve_side(directory: Path, side: str, kind: str, block_bytes: int) -> None:
-    """Move blocks, once for each line that comes in, and print the figures."""
-    with open_side(directory, side, kind, block_bytes) as move:
-        for _ in range(4):  # more than fits into the directory
-            move()
-        print(json.dumps({}), flush=True)
-        for _ in sys.stdin:
-            opened = opening(kind, side) if kind in ("server", "workers") else {}
-            print(json.dumps({**move(), **opened}), flush=True)
+class Side:
+    """One side of one kind: it moves blocks, once for each line that comes in, and prints the figures."""
 
+    def __init__(self, directory: Path, side: str, kind: str, block_bytes: int, size_bytes: int) -> None:
+        self._directory, self._side, self._kind = directory, side, kind
+        self._block_bytes, self._size_bytes = block_bytes, size_bytes
 
-@contextmanager
-def open_side(directory: Path, side: str, kind: str, block_bytes: int) -> Iterator[Callable[[], Sample]]:
-    primary_bytes = REGION_BYTES // 4
-    stack = {
-        "namespace": {"model": "measured"},
-        "block": {"bytes": block_bytes},
-        "primary": {"capacity": primary_bytes, "prefault": True},
-        "secondary": [{"type": "nvme", "path": str(directory / "nvme"), "capacity": 3 * MOVED_BYTES}],
-    }
-    if kind == "attached" and side == "private":
-        with tiered_kv.open_stack(stack) as own:
-            yield lambda: moved_by(own, block_bytes, own_cpu_s)
-    elif kind == "attached":
-        with server_process(directory, stack) as server, connect(f"unix:{directory}/cache.sock") as cache:
-            time.sleep(3)  # all rows are allocated
-            yield lambda: moved_by(cache, block_bytes, lambda: own_cpu_s() + cpu_s_of(server.pid))
-    elif kind == "engine":
-        if side == "private":
-            raise SystemExit("an engine's processes have no private rows")
-        with Engine(stack, block_bytes) as engine:
-            yield engine.move
-    else:
-        with closing(open_region(kind, side, REGION_BYTES, block_bytes)) as region:
+    def serve(self) -> None:
+        with self._opened() as move:
+            for _ in range(4):  # more than the directory holds
+                move()
+            print(json.dumps({}), flush=True)
+            for _ in sys.stdin:
+                print(json.dumps({**move(), **self._opening()}), flush=True)
+
+    def _stack(self, directory: Path) -> dict[str, Any]:  # Any: as in a stack's file
+        return {
+            "namespace": {"model": "measured"},
+            "block": {"bytes": self._block_bytes},
+            "primary": {"capacity": self._size_bytes // 2, "prefault": True},
+            "secondary": [{"type": "nvme", "path": str(directory / "nvme"), "capacity": 3 * self._size_bytes}],
+        }
+
+    @contextmanager
+    def _opened(self) -> Iterator[Callable[[], Sample]]:
+        stack, blocks = self._stack(self._directory), Blocks(self._block_bytes, self._size_bytes)
+        if self._kind == "attached" and self._side == "private":
+            with tiered_kv.open_stack(stack) as own:
+                yield lambda: moved_by(own, blocks, time.process_time)
+        elif self._kind == "attached":
+            with (
+                server_process(self._directory, stack) as server,
+                connect(f"unix:{self._directory}/cache.sock") as cache,
+            ):
+                time.sleep(3)  # all rows are allocated
+                yield lambda: moved_by(cache, blocks, lambda: time.process_time() + cpu_s_of(server.pid))
+        elif self._kind == "engine":
+            with Engine({**stack, "primary": {"capacity": self._size_bytes // 2}}, blocks) as engine:
+                yield engine.move
+        else:
+            with closing(self._region(self._block_bytes)) as region:
+                wait_for_pages(region)
+                namespace, tiers = tiered_kv.Namespace(model="measured"), stack["secondary"]
+                with tiered_kv.DirectTiers(
+                    region.flat, block_bytes=self._block_bytes, tiers=tiers, namespace=namespace
+                ) as direct:
+                    yield lambda: moved_directly(direct, region, blocks)
+
+    def _region(self, block_bytes: int) -> PrimaryRegion:
+        blocks = self._size_bytes // block_bytes
+        if self._side == "private":
+            return PrimaryRegion(blocks, block_bytes, prefault=True)
+        if self._kind == "server":
+            return server_region(blocks, block_bytes)
+        name = f"measured-{secrets.token_hex(8)}"
+        region = SharedRegion.join(SharedFile(name, SCHEDULER, [SCHEDULER]), Geometry(blocks, block_bytes))
+        if hasattr(region, "collapse_behind"):  # not in earlier builds
+            region.collapse_behind()
+        return region
+
+    def _opening(self) -> Sample:
+        """Return how long fresh memory takes to open."""
+        begin = time.perf_counter()
+        if self._kind == "engine" or (self._kind, self._side) == ("attached", "private"):
+            return {}
+        if self._kind == "attached":
+            with (
+                tempfile.TemporaryDirectory(dir=self._directory) as folder,
+                server_process(Path(folder), self._stack(Path(folder))),
+                connect(f"unix:{folder}/cache.sock"),
+            ):
+                return {"open_s": time.perf_counter() - begin}
+        with closing(self._region(1 << 20)) as region:
+            open_s = time.perf_counter() - begin
             wait_for_pages(region)
-            with tiered_kv.DirectTiers(
-                region.flat,
-                block_bytes=block_bytes,
-                tiers=stack["secondary"],  # type: ignore[arg-type]  # a list of entries
-                namespace=tiered_kv.Namespace(model="measured"),
-            ) as tiers:
-                yield lambda: moved_directly(tiers, region, block_bytes)
+            region.flat[:: mmap.PAGESIZE] = bytes(len(range(0, self._size_bytes, mmap.PAGESIZE)))  # as blocks do
+            return {"open_s": open_s, "whole_s": time.perf_counter() - begin}
 
 
-def open_region(kind: str, side: str, size_bytes: int, block_bytes: int) -> PrimaryRegion:
-    blocks = size_bytes // block_bytes
-    if side == "private":
-        return PrimaryRegion(blocks, block_bytes, prefault=True)
-    if kind == "server" and side == "before":
-        return opened_before(blocks, block_bytes)
-    if kind == "server":
-        return HostRegion(blocks, block_bytes, prefault=True)
-    region = SharedRegion.join(
-        SharedFile(f"measured-{secrets.token_hex(8)}", SCHEDULER, [SCHEDULER]), Geometry(blocks, block_bytes)
-    )
-    if hasattr(region, "collapse_behind"):  # not in earlier builds
-        region.collapse_behind()
-    return region
-
-
-def opened_before(blocks: int, block_bytes: int) -> PrimaryRegion:
-    """Open a server's rows in a build whose `HostRegion` has `prefault` as an argument, or as an earlier method."""
+def server_region(blocks: int, block_bytes: int) -> PrimaryRegion:
+    """Open a server's rows, which have their pages from `prefault`: an argument, in earlier builds a method."""
     if "prefault" in signature(HostRegion.__init__).parameters:
         return HostRegion(blocks, block_bytes, prefault=True)
     region: Any = HostRegion(blocks, block_bytes)  # Any: of another build
@@ -182,52 +208,33 @@ def wait_for_pages(region: PrimaryRegion) -> None:
         time.sleep(0.001)
 
 
-def opening(kind: str, side: str) -> Sample:
-    begin = time.perf_counter()
-    with closing(open_region(kind, side, REGION_BYTES, 1 << 20)) as region:
-        open_s = time.perf_counter() - begin
-        wait_for_pages(region)
-        region.flat[::4096] = bytes(len(range(0, REGION_BYTES, 4096)))  # as the first blocks do
-        return {"open_s": open_s, "whole_s": time.perf_counter() - begin}
+class Blocks:
+    """Keys and contents that no round has seen, and the parts in which they move."""
+
+    def __init__(self, block_bytes: int, size_bytes: int) -> None:
+        self.block_bytes, self.count = block_bytes, size_bytes // block_bytes
+        self.batch = max(1, min(JOB_BYTES, size_bytes // 16) // block_bytes)
+        self.parts = [slice(at, min(at + self.batch, self.count)) for at in range(0, self.count, self.batch)]
+        self._numbers = itertools.count()
+
+    def fresh(self) -> tuple[list[OffloadKey], np.ndarray[Any, np.dtype[np.uint8]]]:
+        content = np.empty((self.count, self.block_bytes), np.uint8)
+        content[:] = np.random.default_rng(0).integers(0, 256, self.block_bytes, dtype=np.uint8)
+        content[:, :8] = np.frombuffer(secrets.token_bytes(8 * self.count), np.uint8).reshape(-1, 8)
+        return [block_key(next(self._numbers)) for _ in range(self.count)], content
 
 
-_first = itertools.count(0, 1 << 20)
-
-
-def keys_of(block_bytes: int) -> list[Any]:
-    first = next(_first)
-    return [block_key(first + at) for at in range(MOVED_BYTES // block_bytes)]
-
-
-def content_of(block_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    content = np.empty((MOVED_BYTES // block_bytes, block_bytes), np.uint8)
-    content[:] = np.random.default_rng(0).integers(0, 256, block_bytes, dtype=np.uint8)
-    content[:, :8] = np.frombuffer(secrets.token_bytes(8 * len(content)), np.uint8).reshape(-1, 8)
-    return content
-
-
-def parts_of(items: Sequence[Any], block_bytes: int) -> list[slice]:
-    count = max(1, JOB_BYTES // block_bytes)
-    return [slice(at, min(at + count, len(items))) for at in range(0, len(items), count)]
-
-
-def moved_directly(tiers: tiered_kv.DirectTiers, region: PrimaryRegion, block_bytes: int) -> Sample:
-    keys, content = keys_of(block_bytes), content_of(block_bytes)
-    offsets = [at * block_bytes for at in range(len(keys))]
+def moved_directly(tiers: tiered_kv.DirectTiers, region: PrimaryRegion, blocks: Blocks) -> Sample:
+    keys, content = blocks.fresh()
+    offsets = [at * blocks.block_bytes for at in range(blocks.count)]
     region.array[:] = content
 
     def run(method: Callable[..., None]) -> None:
-        left, all_done = [len(parts_of(keys, block_bytes))], threading.Event()
-
-        def done(answers: Sequence[bool]) -> None:
-            assert all(answers)
-            left[0] -= 1
-            if not left[0]:
-                all_done.set()
-
-        for part in parts_of(keys, block_bytes):
-            method(keys[part], offsets[part], done)
-        assert all_done.wait(_TIMEOUT_S)
+        answered: SimpleQueue[Sequence[bool]] = SimpleQueue()
+        for part in blocks.parts:
+            method(keys[part], offsets[part], answered.put)
+        for _ in blocks.parts:
+            assert all(answered.get(timeout=_TIMEOUT_S))
 
     store = timed(lambda: run(tiers.store))
     region.array[:] = 0
@@ -236,26 +243,26 @@ def moved_directly(tiers: tiered_kv.DirectTiers, region: PrimaryRegion, block_by
     return sample(content.nbytes / 1e9, store, load)
 
 
-def moved_by(stack: Any, block_bytes: int, cpu_s: Callable[[], float]) -> Sample:  # Any: a stack, or an attached one
-    keys, content = keys_of(block_bytes), content_of(block_bytes)
+def moved_by(stack: tiered_kv.Stack | HostStack, blocks: Blocks, cpu_s: Callable[[], float]) -> Sample:
+    keys, content = blocks.fresh()
     found = np.zeros_like(content)
 
     def put() -> None:
-        for part in parts_of(keys, block_bytes):
+        for part in blocks.parts:
             assert stack.put(keys[part], content[part], timeout=_TIMEOUT_S) == len(keys[part])
             assert stack.flush(_TIMEOUT_S)
 
     def get() -> None:
-        for part in parts_of(keys, block_bytes):
+        for part in blocks.parts:
             assert stack.get(keys[part], found[part], timeout=_TIMEOUT_S) == len(keys[part])
 
-    taken = [timed_of(work, cpu_s) for work in (put, get)]
+    taken = []
+    for work in (put, get):
+        before_s = cpu_s()
+        wall_s = timed(work).wall_s
+        taken.append(Taken(wall_s, cpu_s() - before_s))
     assert np.array_equal(content, found), "wrong bytes"
     return sample(content.nbytes / 1e9, *taken)
-
-
-def own_cpu_s() -> float:
-    return time.process_time()
 
 
 def cpu_s_of(pid: int) -> float:
@@ -263,26 +270,18 @@ def cpu_s_of(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def timed_of(work: Callable[[], None], cpu_s: Callable[[], float]) -> Any:  # Any: of `bench`
-    before_s = cpu_s()
-    taken = timed(work)
-    return type(taken)(taken.wall_s, cpu_s() - before_s)
-
-
 class Engine:
     """A scheduler and one worker, whose KV cache is in CPU memory."""
 
-    def __init__(self, stack: dict[str, object], block_bytes: int) -> None:
+    def __init__(self, stack: dict[str, Any], blocks: Blocks) -> None:  # Any: as in a stack's file
         import torch  # the other kinds need none
 
         name = f"measured-{secrets.token_hex(8)}"
-        shared = SharedStack(stack, name=name, bytes_per_worker=block_bytes)
-        self._block_bytes = block_bytes
-        self._blocks = max(1, JOB_BYTES // block_bytes)
-        self._cache = torch.zeros((self._blocks, block_bytes), dtype=torch.uint8)
-        caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(self._cache, block_bytes)], [[CanonicalKVCacheRef(0, block_bytes)]]
-        )
+        shared = SharedStack(stack, name=name, bytes_per_worker=blocks.block_bytes)
+        self._blocks = blocks
+        self._cache = torch.zeros((blocks.batch, blocks.block_bytes), dtype=torch.uint8)
+        tensor = CanonicalKVCacheTensor(self._cache, blocks.block_bytes)
+        caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, blocks.block_bytes)]])
         self._stack = shared.open_engine_stack()
         self._handlers = shared.open_handlers(caches)
         wait_for_pages(self._stack.region)
@@ -296,17 +295,17 @@ class Engine:
         self._stack.close()
 
     def move(self) -> Sample:
-        keys, content = keys_of(self._block_bytes), content_of(self._block_bytes)
+        keys, content = self._blocks.fresh()
         found = np.zeros_like(content)
-        parts, view = parts_of(keys, self._block_bytes), self._cache.numpy()
+        view = self._cache.numpy()
 
         def store() -> None:
-            for part in parts:
+            for part in self._blocks.parts:
                 view[: len(keys[part])] = content[part]
                 self._store(keys[part])
 
         def load() -> None:
-            for part in parts:
+            for part in self._blocks.parts:
                 self._load(keys[part])
                 found[part] = view[: len(keys[part])]
 
@@ -352,5 +351,4 @@ class Engine:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main()
+    main()

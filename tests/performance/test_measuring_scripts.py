@@ -40,6 +40,15 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     "policy_hits.py --workloads chats --sizes 500 --policies density": (["blocks", "density"], []),
     f"nvme_rates.py {DIRECTORY} --blocks 512 --codec aes-256-gcm": ([*DIRECTIONS, "open_s"], []),
     f"nvme_rates.py {DIRECTORY} --blocks 2048 --capacity-blocks 1024": (["full_over_empty"], []),
+    f"shared_memory.py {DIRECTORY} --mib 32 --rounds 1 --kinds server workers": (
+        [
+            f"{kind}_{side}_{each}"
+            for kind in ("server", "workers")
+            for side in ("head", "private")
+            for each in DIRECTIONS
+        ],
+        ["server_head_load_gb_per_s_over_private"],
+    ),
     "s3_rates.py --blocks 32 --rounds 1": (["ours_store_gb_per_s", "boto3_load_cpu_s_per_gb"], []),
     "redis_rates.py --blocks 64 --rounds 1": (
         [f"{side}_{each}" for side in ("one_connection", "default") for each in DIRECTIONS],

@@ -193,7 +193,7 @@ class HostRegion(SealedRegion):
     def _count_huge_pages(self) -> None:
         """Count the huge pages of the allocated rows, and log how to get more."""
         if self.is_reserved:
-            self.huge_bytes = self._size_bytes
+            self.huge_bytes = self.array.nbytes
         elif self._wants_huge_pages:
             self.huge_bytes = huge_bytes(self.array.ctypes.data, self._size_bytes)
             whole_bytes = self._collapse.whole_bytes if self._collapse else self._size_bytes
