@@ -165,9 +165,11 @@ class RowAllocation:
             is_last, is_short = not self._running, 0 < self._end < self._size_bytes
         if not is_last:
             return
-        if self._end:
-            self._on_end()
-        self.is_over = True
+        try:
+            if self._end:
+                self._on_end()
+        finally:
+            self.is_over = True  # engines with GPUs wait for it
         if is_short:
             ready, wanted = rounded_bytes(self.ready_bytes), rounded_bytes(self._size_bytes)
             advice = "free memory, or raise the limit, and start the server anew"

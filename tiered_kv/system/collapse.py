@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import re
@@ -43,7 +42,6 @@ _READ_BYTES: Final = 1 << 20
 _MAPPING: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ", re.M)
 _HUGE: Final = re.compile(rb"^(?:ShmemPmdMapped|AnonHugePages|Shared_Hugetlb|Private_Hugetlb): *(\d+) kB", re.M)
 
-_log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
