@@ -21,7 +21,8 @@ from tiered_kv.errors import ResourceError
 from tiered_kv.metrics.series import CounterView
 from tiered_kv.server import allocation, memory
 from tiered_kv.server.attach import Attachment
-from tiered_kv.server.memory import Generations, HostRegion
+from tiered_kv.server.generations import Generations
+from tiered_kv.server.memory import HostRegion
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.worker import HostWorker
 from tiered_kv.system.limits import Limit, Limits

@@ -19,7 +19,8 @@ from tests.support.stacks import stack_of
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError
 from tiered_kv.server import allocation, memory
-from tiered_kv.server.memory import Generations, HostRegion, map_generations, map_host_region
+from tiered_kv.server.generations import Generations, map_generations
+from tiered_kv.server.memory import HostRegion, map_host_region
 from tiered_kv.stack.open import open_stack
 from tiered_kv.system import collapse
 from tiered_kv.system.collapse import huge_bytes

@@ -8,7 +8,7 @@ until all of the engine's processes have ended or given it back, and the death o
 server, namespaces, served_stack, session, session_request, questions, ended: the server, its stacks, and each engine's
 use of them.
 listener, acceptor, users, process, processes, descriptors: its socket, who may connect, and who is connected.
-memory, allocation, reset_file: its memory.
+memory, generations, allocation, reset_file: its memory.
 protocol, channel, welcome: the messages, and how they travel.
 attach, connection, client, attached_request, idle, engine_manager, connect, worker: the client, for engines, their
 workers, and programs.

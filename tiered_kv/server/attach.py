@@ -26,7 +26,8 @@ from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.server import protocol
 from tiered_kv.server.allocation import charge_of
 from tiered_kv.server.channel import Channel, connect_in_turn
-from tiered_kv.server.memory import map_generations, map_host_region
+from tiered_kv.server.generations import map_generations
+from tiered_kv.server.memory import map_host_region
 from tiered_kv.server.protocol import Hello, ProtocolError, Welcome
 from tiered_kv.server.reset_file import ResetNotes
 from tiered_kv.server.welcome import check_allocated, check_files, receive, welcome_of

@@ -1,12 +1,10 @@
-"""The memory that a host's cache shares with its engines: the rows of one namespace, and a generation for each of them.
+"""The memory that a host's cache shares with its engines: the rows of one namespace. `generations` has their numbers.
 
-The server makes both files and hands their descriptors over its socket. Neither has a name: they end with the last
-process that has mapped them. The kernel refuses to shrink or grow them (F_ADD_SEALS, fcntl(2)). Otherwise any process
-with the descriptor could kill all others: an access behind the end of a file is a SIGBUS.
+The server makes the file and hands its descriptor over its socket. It has no name: it ends with the last process that
+has mapped it. The kernel refuses to shrink or grow it (F_ADD_SEALS, fcntl(2)). Otherwise any process with the
+descriptor could kill all others: an access behind the end of a file is a SIGBUS.
 
-A `ServedStack` makes the files on the thread that opens its stack. A client's `Attachment` maps them.
-
-Engines write to the rows. They only read the generations: the kernel refuses any new mapping that could write to them.
+A `ServedStack` makes the file on the thread that opens its stack. A client's `Attachment` maps it.
 """
 
 from __future__ import annotations
@@ -17,12 +15,10 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 from weakref import WeakKeyDictionary
-
-import numpy as np
 
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.region import Geometry, PrimaryRegion, shared_sizes
@@ -41,8 +37,7 @@ needs this memory for itself."""
 _LOOK_BYTES: Final = 64 << 20
 """After so many bytes of rows, the server looks anew at how much memory is free."""
 _POLL_S: Final = 0.05
-_SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_F_SEAL_FUTURE_WRITE: Final = 0x10  # Linux 5.1; not in Python 3.11's fcntl
+SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _SHMEM_ENABLED: Final = TRANSPARENT / "shmem_enabled"
 
@@ -134,7 +129,7 @@ class HostRegion(SealedRegion):
             if huge_pages and not self.has_huge_pages and not prefault:
                 _log.info("the rows have no huge pages, with which disks are faster; %s", self._advice())
             with needing_resources("the rows' memory cannot be sealed"):
-                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SIZE_SEALS | fcntl.F_SEAL_SEAL)
             if prefault and self._allocation is None:
                 address, page_bytes = self.array.ctypes.data, Limits().collapsed_size(_SHMEM_ENABLED.parent)
                 if huge_pages and 0 < page_bytes <= self._size_bytes:
@@ -248,56 +243,11 @@ class HostRegion(SealedRegion):
         return mapping, start
 
     def _map(self, wanted: int, sizes: Sequence[int], flags: int = 0) -> tuple[mmap.mmap, int]:
-        self.fd = _create("tiered-kv-rows", flags)
+        self.fd = create_sealable("tiered-kv-rows", flags)
         self._size_bytes = _rounded_to_pages(self.fd, wanted)
         with needing_resources(f"{rounded_bytes(wanted)} of memory cannot be mapped"):
             os.ftruncate(self.fd, self._size_bytes)
             return map_aligned(self._size_bytes, aligned_to(sizes, self._size_bytes), fd=self.fd)
-
-
-class Generations:
-    """A number of 32 bits for each row. Only the server changes it: a row that is freed gets its next number.
-
-    One thread calls: the server's, after the opening.
-
-    Attributes:
-        fd: The file, to hand over a socket; `close` closes it.
-        values: The numbers.
-
-    Raises:
-        ResourceError: The system gives no descriptor, maps no more memory, or is older than Linux 5.1.
-    """
-
-    def __init__(self, rows: int) -> None:
-        self.fd = _create("tiered-kv-generations")
-        try:
-            with needing_resources("the rows' generations cannot be mapped"):
-                os.ftruncate(self.fd, rows * 4)
-                os.posix_fallocate(self.fd, 0, rows * 4)  # else the first reader of a page pays for it
-                self.values = memoryview(mmap.mmap(self.fd, rows * 4)).cast("I")
-                seals = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
-                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
-        except BaseException:
-            os.close(self.fd)
-            raise
-
-    def bump(self, rows: Iterable[int]) -> None:
-        """Give each of these rows its next generation; after the last comes 0."""
-        values = self.values
-        for row in rows:
-            values[row] = values[row] + 1 & 0xFFFFFFFF
-
-    def bump_all(self) -> None:
-        """Give every row its next generation: no engine takes a block from before a reset for stored."""
-        current = np.frombuffer(self.values, np.uint32)
-        current += np.uint32(1)
-
-    def close(self) -> None:
-        """Close and unmap the file. Engines keep their mappings. A second call does nothing."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-            self.values.release()
 
 
 def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> SealedRegion:
@@ -327,23 +277,10 @@ def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> SealedRegion:
     return region
 
 
-def map_generations(fd: int, rows: int) -> memoryview:
-    """Map the generations of a server's rows, read-only. The memory is unmapped with the last view of it.
-
-    Args:
-        fd: The file that has come over the socket; the caller closes it.
-        rows: How many rows there are.
-
-    Raises:
-        ResourceError: See `map_host_region`.
-    """
-    with needing_resources("the generations of the host's cache cannot be mapped"):
-        return memoryview(mmap.mmap(fd, rows * 4, prot=mmap.PROT_READ)).cast("I")
-
-
-def _create(name: str, flags: int = 0) -> int:
+def create_sealable(name: str, flags: int = 0) -> int:
+    """Return a file without a name, of shared memory, that may be sealed."""
     with needing_resources("memory to share cannot be created"):
-        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+        return os.memfdcreate_sealable(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
 
 
 def _rounded_to_pages(fd: int, size_bytes: int) -> int:

@@ -30,7 +30,8 @@ from tiered_kv.metrics.vocabulary import SERVER
 from tiered_kv.server import protocol
 from tiered_kv.server.descriptors import needed_by
 from tiered_kv.server.ended import EndedRequests
-from tiered_kv.server.memory import Generations, HostRegion
+from tiered_kv.server.generations import Generations
+from tiered_kv.server.memory import HostRegion
 from tiered_kv.server.protocol import Welcome
 from tiered_kv.server.reset_file import ResetFile
 from tiered_kv.server.session_request import RowIndex, SessionRequest
