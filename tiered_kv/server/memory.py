@@ -280,7 +280,7 @@ def map_host_region(fd: int, num_blocks: int, block_bytes: int) -> SealedRegion:
 def create_sealable(name: str, flags: int = 0) -> int:
     """Return a file without a name, of shared memory, that may be sealed."""
     with needing_resources("memory to share cannot be created"):
-        return os.memfdcreate_sealable(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+        return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
 
 
 def _rounded_to_pages(fd: int, size_bytes: int) -> int:
