@@ -25,7 +25,8 @@ from typing import Final
 
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.system.huge_pages import COLLAPSED_BYTES_MAX, aligned_to, map_aligned
-from tiered_kv.system.threads import give_way, start_thread
+from tiered_kv.system.step import give_way
+from tiered_kv.system.threads import start_thread
 
 PART_BYTES: Final = 4 << 20
 """The bytes that one call collapses, or one huge page if that is larger."""
