@@ -32,7 +32,6 @@ from tiered_kv.server.descriptors import needed_by
 from tiered_kv.server.ended import EndedRequests
 from tiered_kv.server.generations import Generations
 from tiered_kv.server.memory import HostRegion
-from tiered_kv.server.protocol import Welcome
 from tiered_kv.server.reset_file import ResetFile
 from tiered_kv.server.session_request import RowIndex, SessionRequest
 from tiered_kv.stack.open import EngineStack
@@ -240,10 +239,10 @@ class ServedStack:
         is_sweeping = self.manager.primary.is_sweeping
         return bool(has_jobs or is_sweeping or self.waiting or self.ended)
 
-    def welcome(self) -> Welcome:
+    def welcome(self) -> protocol.Welcome:
         usable = self.config.primary_blocks if self.region.is_allocating else max(1, self.region.ready_rows)
         grant_max = max(1, usable // GRANT_MAX_SHARE)
-        return Welcome(
+        return protocol.Welcome(
             instance=self.instance,
             namespace=self.config.identity.digest.hex(),
             rows=usable,  # without the rows that never get memory: an engine may pin all rows that it is told of
