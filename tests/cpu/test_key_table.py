@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import zlib
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tiered_kv.cpu.key_table import KeyTable
+from tiered_kv.cpu.key_table import KeyTable, key_hashes
 
 # Few short keys, so that operations meet; keys of zeros, whose bytes also lie across records.
 KEYS = st.one_of(
@@ -77,6 +78,51 @@ def test_many_keys_are_found_and_removed(is_built: bool) -> None:
     assert len(table) == len(keys) // 2
 
 
+def test_keys_are_found_by_their_numbers() -> None:
+    keys = [long_key(number) for number in range(5_000)]
+    table, hashes = KeyTable(), key_hashes(np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 36)).tolist()
+    table.set_many(keys, range(len(keys)))
+    table.set(keys[7], 70_000)
+    numbers = range(len(keys))
+    expected = [None if number == 7 else key for number, key in enumerate(keys)]
+    assert table.find_numbers(hashes, numbers) == expected
+    assert table.pop_numbers(hashes[:100], numbers[:100]) == expected[:100]
+    assert table.pop_numbers(hashes[:100], numbers[:100]) == [None] * 100
+    assert table.get_many(keys[:101]) == [*[-1] * 7, 70_000, *[-1] * 92, 100]
+    assert len(table) == len(keys) - 99
+
+
+def test_the_bytes_of_a_number_within_a_key_are_not_that_number() -> None:
+    table = KeyTable()
+    keys = [(5).to_bytes(8, "little") * 2, bytes(16), (5).to_bytes(8, "little") + bytes(8)]
+    table.set_many(keys, [1, 2, 3])
+    hashes = [zlib.crc32(key) for key in keys]
+    assert table.find_numbers(hashes, [5] * 3) == [None] * 3
+    assert table.find_numbers(hashes, [1, 2, 3]) == keys
+
+
+def test_the_memory_of_a_table_is_given_back_in_slices() -> None:
+    table = KeyTable()
+    table.set_many([long_key(number) for number in range(1_000)], range(1_000))
+    slices = 1
+    while table.release(10):
+        slices += 1
+    assert slices > 10
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_no_collection_walks_its_buckets(is_built: bool) -> None:
+    keys = [long_key(number) for number in range(1_000)]
+    table = KeyTable()
+    if is_built:
+        rows = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 36)
+        table = KeyTable.build(rows, np.arange(len(keys), dtype=np.uint64))
+    table.set_many([*keys, *(long_key(number) for number in range(2_000, 3_000))], range(2_000))
+    lists = [each for each in gc.get_referents(table) if isinstance(each, list)]
+    assert len(lists) == 1
+    assert not gc.is_tracked(lists[0])
+
+
 def test_keys_of_one_hash_are_kept_apart() -> None:
     # A checksum is linear: a key and its sum with any multiple of the polynomial have one checksum.
     polynomial = 0x1_04C1_1DB7
@@ -96,6 +142,9 @@ def test_keys_of_one_hash_are_kept_apart() -> None:
     )
     for each in (table, built):
         assert each.get_many(keys) == list(range(len(keys)))
+        assert each.find_numbers([zlib.crc32(key) for key in keys], range(len(keys))) == keys
+        assert each.pop_numbers([zlib.crc32(key) for key in keys[90:]], range(90, len(keys))) == keys[90:]
+        each.set_many(keys[90:], range(90, len(keys)))
         assert [each.pop(key) for key in keys] == list(range(len(keys)))
         assert len(each) == 0
 

@@ -22,6 +22,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.system.heap import untracked
+from tiered_kv.system.threads import run_all
+
 _RECORDS = 8
 """Mean number of records in a bucket: fewer take more memory, more take more time."""
 _RECORDS_MAX = 64
@@ -41,27 +44,38 @@ class KeyTable:
         number_bytes: The size of a number, which is from 0 up: 4 or 8 bytes.
     """
 
-    __slots__ = ("_buckets", "_count", "_key_bytes", "_mask", "_number", "_others", "_record_bytes")
+    __slots__ = ("_buckets", "_count", "_crowded", "_key_bytes", "_mask", "_number", "_others", "_record_bytes")
 
     def __init__(self, number_bytes: int = 8) -> None:
         self._number = _NUMBERS[number_bytes]
         self._key_bytes = -1  # the length of the keys in buckets; -1 before the first key
         self._record_bytes = 0
-        self._buckets: list[bytes] = [b""]
+        self._buckets: list[bytes] = untracked([b""])
         self._mask = 0
         """2**k - 1, where more than 2**(k - 1) and at most 2**k buckets exist. See `_index`."""
         self._count = 0  # keys in buckets
         self._others: dict[bytes, int] = {}
         """Keys of other lengths, and those of full buckets."""
+        self._crowded: dict[int, bytes] = {}
+        """Those of full buckets, by number."""
 
     @classmethod
-    def build(cls, keys: NDArray[np.uint8], numbers: NDArray[np.unsignedinteger], number_bytes: int = 8) -> KeyTable:
-        """Return a table of many keys, in some 0.3 µs a key. Of equal keys the last one counts.
+    def build(
+        cls,
+        keys: NDArray[np.uint8],
+        numbers: NDArray[np.unsignedinteger],
+        number_bytes: int = 8,
+        hashes: NDArray[np.uint32] | None = None,
+        threads: int = 1,
+    ) -> KeyTable:
+        """Return a table of many keys, in some 0.2 µs a key. Of equal keys the last one counts.
 
         Args:
             keys: The keys, one a row, of shape (n, key bytes).
             numbers: Their numbers, of shape (n,).
             number_bytes: The size of a number.
+            hashes: `key_hashes` of the keys, if the caller has them.
+            threads: How many threads work on it, this one included.
         """
         table = cls(number_bytes)
         count, key_bytes = keys.shape
@@ -71,45 +85,53 @@ class KeyTable:
         table._use_length(key_bytes)
         bucket_count = -(-count // _RECORDS)
         table._mask = mask = (1 << (bucket_count - 1).bit_length()) - 1
-        hashes = _hashes(keys)
-        places = (hashes & np.uint64(mask)).astype(np.uint64)
-        places = np.where(places < bucket_count, places, places & np.uint64(mask >> 1))
-        sort_key = (places << np.uint64(32)) | hashes
-        order = np.argsort(sort_key, kind="stable")
-        sort_key = sort_key[order]
-        order = _without_repeats(keys, order, sort_key)
-        places = places[order]
-        ends = np.searchsorted(places, np.arange(bucket_count + 1, dtype=np.uint64)).tolist()
-        buckets: list[bytes] = []
-        size, number_type = table._record_bytes, np.dtype(f"=u{number_bytes}")
-        for first in range(0, bucket_count, _CHUNK):
+        hashes = key_hashes(keys) if hashes is None else hashes
+        order, indexes = _ordered(keys, hashes, bucket_count, mask, threads)
+        ends = np.searchsorted(indexes, np.arange(bucket_count + 1, dtype=np.uint32)) * table._record_bytes
+        record = np.dtype([("key", f"V{key_bytes}"), ("number", f"=u{number_bytes}")])
+        whole_keys = np.ascontiguousarray(keys).view(record["key"]).reshape(count)
+
+        def buckets_from(first: int) -> list[bytes]:
             bounds = ends[first : first + _CHUNK + 1]
-            part = order[bounds[0] : bounds[-1]]
-            records = np.empty((len(part), size), np.uint8)
-            records[:, :key_bytes] = keys[part]
-            own = np.ascontiguousarray(numbers[part], number_type)
-            records[:, key_bytes:] = own.view(np.uint8).reshape(len(part), number_bytes)
+            part = order[bounds[0] // record.itemsize : bounds[-1] // record.itemsize]
+            records = np.empty(len(part), record)
+            records["key"], records["number"] = whole_keys.take(part), numbers.take(part)
             content = records.tobytes()
-            start = bounds[0]
-            buckets += [content[(a - start) * size : (b - start) * size] for a, b in pairwise(bounds)]
-        table._buckets = buckets
+            return [content[start:end] for start, end in pairwise((bounds - bounds[0]).tolist())]
+
+        parts = run_all(buckets_from, range(0, bucket_count, _CHUNK), "tiered-kv-index", threads)
+        table._buckets = untracked([bucket for part in parts for bucket in part.result()])
         table._count = len(order)
-        for place in np.flatnonzero(np.diff(ends) > _RECORDS_MAX).tolist():
-            table._spill(place)
+        for index in np.flatnonzero(np.diff(ends) > _RECORDS_MAX * record.itemsize).tolist():
+            table._spill(index)
         return table
+
+    @property
+    def key_bytes(self) -> int:
+        """The length of the keys in buckets; -1 before the first key."""
+        return self._key_bytes
 
     def __len__(self) -> int:
         return self._count + len(self._others)
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, key: bytes) -> bool:  # `get`, without its call
+        if len(key) == self._key_bytes:
+            buckets = self._buckets
+            count, mask = len(buckets), self._mask
+            index = zlib.crc32(key) & mask
+            at = buckets[index if index < count else index & (mask >> 1)].find(key)
+            if at >= 0 and not at % self._record_bytes:
+                return True
+            if at < 0 and len(buckets) == count and not self._others:
+                return False
         return self.get(key) >= 0
 
     def get(self, key: bytes) -> int:
         """Return the number of `key`; -1 if it has none. Any thread."""
         key_bytes = self._key_bytes
         if len(key) == key_bytes:
-            buckets, mask = self._buckets, self._mask
-            count = len(buckets)
+            buckets = self._buckets
+            count, mask = len(buckets), self._mask  # in this order: see `_split`
             index = zlib.crc32(key) & mask
             bucket = buckets[index if index < count else index & (mask >> 1)]
             at = bucket.find(key)
@@ -125,7 +147,22 @@ class KeyTable:
 
     def get_many(self, keys: Iterable[bytes]) -> list[int]:
         """Return the number of each key; -1 if it has none. Any thread."""
-        return list(map(self.get, keys))
+        buckets, key_bytes, size, unpack = self._buckets, self._key_bytes, self._record_bytes, self._number.unpack_from
+        crc32, numbers = zlib.crc32, list[int]()
+        for key in keys:  # `get`, without its call
+            if len(key) == key_bytes:
+                count, mask = len(buckets), self._mask
+                index = crc32(key) & mask
+                bucket = buckets[index if index < count else index & (mask >> 1)]
+                at = bucket.find(key)
+                if at >= 0 and not at % size:
+                    numbers.append(unpack(bucket, at + key_bytes)[0])
+                    continue
+                if at < 0 and len(buckets) == count and not self._others:
+                    numbers.append(-1)
+                    continue
+            numbers.append(self.get(key))
+        return numbers
 
     def set(self, key: bytes, number: int) -> None:
         """Give `key` a number, in place of one that it has. The writer's thread."""
@@ -137,22 +174,28 @@ class KeyTable:
             self._use_length(len(keys[0]))
         key_bytes, size, pack, others = self._key_bytes, self._record_bytes, self._number.pack, self._others
         buckets = self._buckets
+        crc32, mask, count = zlib.crc32, self._mask, len(buckets)
         for key, number in zip(keys, numbers, strict=True):
             if len(key) != key_bytes or (others and key in others):
-                others[key] = number
+                self._set_other(key, number)
                 continue
-            index = self._index(key)
+            index = crc32(key) & mask
+            if index >= count:
+                index &= mask >> 1
             bucket = buckets[index]
-            at = self._find(bucket, key)
+            at = bucket.find(key)
+            if at > 0 and at % size:
+                at = self._find(bucket, key, at)
             if at >= 0:
                 buckets[index] = b"".join((bucket[: at + key_bytes], pack(number), bucket[at + size :]))
             elif len(bucket) < _RECORDS_MAX * size:
-                buckets[index] = b"".join((bucket, key, pack(number)))
+                buckets[index] = bucket + (key + pack(number))
                 self._count += 1
-                if self._count > _RECORDS * len(buckets):
+                if self._count > _RECORDS * count:
                     self._split()
+                    mask, count = self._mask, count + 1
             else:
-                others[key] = number
+                self._set_other(key, number)
 
     def pop(self, key: bytes) -> int:
         """Remove `key` and return its number; -1 if it has none. The writer's thread."""
@@ -161,11 +204,33 @@ class KeyTable:
             bucket = self._buckets[index]
             at = self._find(bucket, key)
             if at >= 0:
-                number: int = self._number.unpack_from(bucket, at + self._key_bytes)[0]
+                found: int = self._number.unpack_from(bucket, at + self._key_bytes)[0]
                 self._buckets[index] = bucket[:at] + bucket[at + self._record_bytes :]
                 self._count -= 1
-                return number
-        return self._others.pop(key, -1)
+                return found
+        number = self._others.pop(key, -1)
+        if self._crowded.get(number) == key:
+            del self._crowded[number]
+        return number
+
+    def find_numbers(self, hashes: Iterable[int], numbers: Iterable[int]) -> list[bytes | None]:
+        """Return the keys that have some numbers; None where no key of length `key_bytes` has one. Any thread.
+
+        No two keys may have one number. `hashes` are the `key_hashes` of the wanted keys.
+        """
+        return self._with_numbers(hashes, numbers, removes=False)
+
+    def pop_numbers(self, hashes: Iterable[int], numbers: Iterable[int]) -> list[bytes | None]:
+        """Remove and return the keys that have some numbers; see `find_numbers`. The writer's thread."""
+        return self._with_numbers(hashes, numbers, removes=True)
+
+    def release(self, bucket_count: int) -> bool:
+        """Give back the memory of some buckets of a table that nobody uses; return whether any is left.
+
+        The memory of a whole table, given back at once, takes as long as to copy it.
+        """
+        del self._buckets[-bucket_count:]
+        return bool(self._buckets)
 
     def items(self) -> Iterator[tuple[bytes, int]]:
         """Iterate over keys and numbers. Any thread; changes that are made meanwhile may be seen or not."""
@@ -178,9 +243,40 @@ class KeyTable:
                 yield bucket[at : at + key_bytes], unpack(bucket, at + key_bytes)[0]
         yield from list(self._others.items())
 
+    def _with_numbers(self, hashes: Iterable[int], numbers: Iterable[int], *, removes: bool) -> list[bytes | None]:
+        buckets, size, key_bytes, pack = self._buckets, self._record_bytes, self._key_bytes, self._number.pack
+        count, mask = len(buckets), self._mask
+        keys: list[bytes | None] = []
+        for each, number in zip(hashes, numbers, strict=True):
+            index = each & mask
+            if index >= count:
+                index &= mask >> 1
+            bucket, wanted = buckets[index], pack(number)
+            at = bucket.find(wanted, key_bytes)
+            while at >= 0 and (at - key_bytes) % size:  # a key may contain these bytes
+                at = bucket.find(wanted, at + 1)
+            if at >= 0:
+                keys.append(bucket[at - key_bytes : at])
+                if removes:
+                    buckets[index] = bucket[: at - key_bytes] + bucket[at - key_bytes + size :]
+                    self._count -= 1
+            else:
+                keys.append(self._crowded.get(number) if self._crowded else None)
+                if removes and (key := keys[-1]) is not None:
+                    del self._crowded[number], self._others[key]
+        return keys
+
     def _use_length(self, key_bytes: int) -> None:
         self._record_bytes = key_bytes + self._number.size
         self._key_bytes = key_bytes
+
+    def _set_other(self, key: bytes, number: int) -> None:
+        if len(key) == self._key_bytes:
+            old = self._others.get(key, -1)
+            if self._crowded.get(old) == key:
+                del self._crowded[old]
+            self._crowded[number] = key
+        self._others[key] = number
 
     def _index(self, key: bytes) -> int:
         """Return the bucket of `key`: buckets beyond the last one still lie in those of half the mask."""
@@ -197,7 +293,8 @@ class KeyTable:
     def _split(self) -> None:
         """Add a bucket, and move to it the keys of another one that belong there.
 
-        The mask first, then the new bucket, then the old one: a reader finds each key before, between and after.
+        The mask first, then the new bucket, then the old one: a reader finds each key before, between and after. It
+        takes the number of buckets first, and looks again if that has changed.
         """
         buckets, size, key_bytes = self._buckets, self._record_bytes, self._key_bytes
         if len(buckets) > self._mask:
@@ -218,44 +315,66 @@ class KeyTable:
         bucket, limit = self._buckets[index], _RECORDS_MAX * self._record_bytes
         for at in range(limit, len(bucket), self._record_bytes):
             key = bucket[at : at + self._key_bytes]
-            self._others[key] = self._number.unpack_from(bucket, at + self._key_bytes)[0]
+            self._set_other(key, self._number.unpack_from(bucket, at + self._key_bytes)[0])
             self._count -= 1
         self._buckets[index] = bucket[:limit]
 
 
-def _hashes(keys: NDArray[np.uint8]) -> NDArray[np.uint64]:
+def key_hashes(keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """Return `zlib.crc32` of each row. It is affine: the exclusive or of one value for each byte and a constant."""
     count, key_bytes = keys.shape
     zeros = bytes(key_bytes)
     constant = zlib.crc32(zeros)
-    tables = np.array(
-        [
-            [zlib.crc32(zeros[:column] + bytes((value,)) + zeros[column + 1 :]) ^ constant for value in range(256)]
-            for column in range(key_bytes)
-        ],
-        np.uint32,
-    ).reshape(key_bytes, 256)
-    hashes = np.empty(count, np.uint64)
+    tables = [
+        np.array(
+            [zlib.crc32(zeros[:column] + bytes((value,)) + zeros[column + 1 :]) ^ constant for value in range(256)],
+            np.uint32,
+        )
+        for column in range(key_bytes)
+    ]
+    hashes = np.full(count, constant, np.uint32)
     for first in range(0, count, _CHUNK):
-        part = keys[first : first + _CHUNK]
-        of_part = np.full(len(part), constant, np.uint32)
-        for column, table in zip(part.T, tables, strict=True):
-            of_part ^= table[column]
-        hashes[first : first + _CHUNK] = of_part
+        of_part = hashes[first : first + _CHUNK]
+        for column, table in zip(np.ascontiguousarray(keys[first : first + _CHUNK].T), tables, strict=True):
+            of_part ^= table.take(column)
     return hashes
 
 
-def _without_repeats(
-    keys: NDArray[np.uint8], order: NDArray[np.intp], sort_key: NDArray[np.uint64]
-) -> NDArray[np.intp]:
-    """Return `order` without rows whose key comes again later; `sort_key` is that of `order`, and equal for equal keys.
+def _ordered(
+    keys: NDArray[np.uint8], hashes: NDArray[np.uint32], bucket_count: int, mask: int, threads: int
+) -> tuple[NDArray[np.intp], NDArray[np.uint32]]:
+    """Return the rows in the order of their buckets, and the bucket of each, without rows whose key comes again later.
 
-    Few keys that differ have one hash, so only the rows of equal hashes are compared.
+    One sort of numbers: the bucket in the upper bits, then the rest of the hash, then the row.
     """
-    same = sort_key[1:] == sort_key[:-1]
-    suspects = np.flatnonzero(np.concatenate((same, [False])) | np.concatenate(([False], same)))
-    last: dict[bytes, int] = dict(zip(map(bytes, keys[order[suspects]]), suspects.tolist(), strict=True))
-    kept = np.ones(len(order), bool)
-    kept[suspects] = False
-    kept[np.fromiter(last.values(), np.intp, len(last))] = True
-    return order[kept]
+    row_bits = max(1, (len(keys) - 1).bit_length())
+    index_bits = mask.bit_length()
+    rest_bits = min(32 - index_bits, 64 - row_bits - index_bits)
+    places = np.empty(len(keys), np.uint64)
+
+    def place(first: int) -> None:
+        own = hashes[first : first + _CHUNK]
+        indexes = own & np.uint32(mask)
+        part = np.where(indexes < bucket_count, indexes, indexes & np.uint32(mask >> 1)).astype(np.uint64)
+        part <<= np.uint64(rest_bits)
+        if rest_bits:
+            part |= own >> np.uint32(32 - rest_bits)
+        part <<= np.uint64(row_bits)
+        part |= np.arange(first, first + len(own), dtype=np.uint64)
+        places[first : first + _CHUNK] = part
+
+    for placed in run_all(place, range(0, len(keys), _CHUNK), "tiered-kv-index", threads):
+        placed.result()
+    places.sort()
+    order = (places & np.uint64((1 << row_bits) - 1)).astype(np.intp)
+    places >>= np.uint64(row_bits)
+    suspects = np.flatnonzero(places[1:] == places[:-1])
+    if len(suspects):  # a hash is equal for equal keys, and for a few others
+        suspects = np.union1d(suspects, suspects + 1)
+        last: dict[bytes, int] = dict(zip(map(bytes, keys[order[suspects]]), suspects.tolist(), strict=True))
+        kept = np.ones(len(order), bool)
+        kept[suspects] = False
+        kept[np.fromiter(last.values(), np.intp, len(last))] = True
+        order, places = order[kept], places[kept]
+    places >>= np.uint64(rest_bits)
+    return order, places.astype(np.uint32)

@@ -11,6 +11,6 @@ file_systems     what the kernel says of files, and its allocation of space
 threads          threads that the system may refuse; calls and background tasks on them
 step             the scheduler's step, in which workers pause
 interrupts       the call thread, where no signal handler interrupts a call
+heap             what Python's collector walks, and what the C library keeps
 log_limit        how often a kind of failure is logged
-collector        containers that the garbage collector need not walk
 """
