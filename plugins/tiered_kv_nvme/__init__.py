@@ -20,7 +20,10 @@ What is kept where. On disk: `lock`, the marker `tiered-kv-nvme.json`, the file 
 is preallocated. It begins with a header page. Batches follow: each has a header with keys, offsets and checksums, and
 the payloads of its blocks. A full segment ends with a summary of all its blocks. `layout` encodes them, and
 docs/reference/formats-nvme.md describes them byte by byte. In memory: `pool.SegmentPool` has the segments and the
-index, a dictionary from key to place (a segment and an entry in it). `worth.Worth` has the uses of blocks.
+index, a `KeyTable` from key to place (a segment and an entry in it). A segment has its entries as they are encoded on
+the disk, and the uses of its blocks in an array (`layout.EntryTable`). It has keys only until its summary is written:
+from then on, the index finds a key by its hash and place. So a block takes no Python object, and less than 120 bytes.
+`worth.Worth` learns from the uses.
 
 A store (`writer.BatchWriter.store`, a worker):
 
@@ -43,11 +46,12 @@ summaries of full segments (`SegmentFiles.seal`), and replaces files that somebo
 
 What a restart does. `recovery.recover` reads each segment's header and summary, on several threads, and then the
 batches that no summary lists. It verifies every byte of such batches. It rebuilds the index from blocks of the current
-epoch. It deletes files that it cannot use, or that exceed the capacity. The uses of blocks are lost: the oldest blocks
-go first.
+epoch, all keys together, as arrays. It deletes files that it cannot use, or that exceed the capacity. The uses of
+blocks are lost: the oldest blocks go first.
 
 What a reset does. `SegmentStore.reset` begins a new epoch with an empty index, at once. The background task writes the
-epoch to its file (`epoch.DirectoryEpoch.sync`). A batch of another epoch holds no valid block.
+epoch to its file (`epoch.DirectoryEpoch.sync`), and gives the memory of the old index back in slices. A batch of
+another epoch holds no valid block.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ from tiered_kv_nvme.directory import (
 )
 from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, StoreCounters
 from tiered_kv_nvme.epoch import EPOCH_NAME
-from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentHeader, pages
+from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader
 from tiered_kv_nvme.reader import decode_payload, neighbours, read_payloads
 from tiered_kv_nvme.recovery import SegmentScan
 from tiered_kv_nvme.segment import Segment, SegmentFiles
@@ -262,7 +262,7 @@ class Inspection:
             if failure is not None:
                 is_cut = verification.note(self._found(failure, fd), 0, f"{path}, from byte {segment.end_offset} on")
             if (damaged or is_cut) and files is not None:
-                segment.table = _without(segment.table, damaged)
+                segment.table = segment.table.without(damaged)
                 if is_cut:
                     _end(segment)
                 if not len(segment.table):
@@ -274,7 +274,7 @@ class Inspection:
     def _damaged(self, segment: Segment, path: str, verification: Verification) -> Iterator[int]:
         """Check a segment's blocks; yield the ordinals of blocks to delete."""
         table = segment.table
-        order = sorted(range(len(table)), key=table.offsets.__getitem__)
+        order = sorted(range(len(table)), key=table.span)
         for run in neighbours(table, order):
             found = self._read(segment, run)
             header = SegmentHeader.decode(_first_page(segment.fd))
@@ -283,8 +283,8 @@ class Inspection:
                     verification.notes.append(_CHANGED)
                 return
             for ordinal, status in zip(run, found, strict=True):
-                name = f"{path}, at byte {table.offsets[ordinal]}"
-                if verification.note(status, table.stored_bytes[ordinal], name, table.keys[ordinal]):
+                offset, stored_bytes = table.span(ordinal)
+                if verification.note(status, stored_bytes, f"{path}, at byte {offset}", table.keys([ordinal])[0]):
                     yield ordinal
             self.check_time("verify")
 
@@ -298,8 +298,7 @@ class Inspection:
                 return [self._found(error, segment.fd)]
             return [found for ordinal in run for found in self._read(segment, [ordinal])]
         found: list[RecordStatus | str] = []
-        for ordinal, entry, payload in zip(run, entries, payloads, strict=True):
-            key = segment.table.keys[ordinal]
+        for key, entry, payload in zip(segment.table.keys(run), entries, payloads, strict=True):
             found.append(decode_payload(entry, key, payload, self._block, self.identity.digest, self._codecs))
         return found
 
@@ -338,17 +337,10 @@ class Inspection:
                 os.close(fd)
 
 
-def _without(table: EntryTable, ordinals: set[int]) -> EntryTable:
-    left = EntryTable()
-    kept = [ordinal for ordinal in range(len(table)) if ordinal not in ordinals]
-    left.append([table.keys[ordinal] for ordinal in kept], [table[ordinal] for ordinal in kept], [0] * len(kept))
-    return left
-
-
 def _end(segment: Segment) -> None:
     """Set a segment's end to the place of its summary: no reader looks for batches behind a bad place again."""
     segment.damaged = False
-    segment.end_offset = segment.segment_bytes - PAGE_BYTES - pages(len(segment.table.encode()))
+    segment.end_offset = segment.segment_bytes - PAGE_BYTES - segment.table.table_bytes
 
 
 def _can_read(fd: int) -> bool:

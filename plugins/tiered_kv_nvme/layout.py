@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence, Set
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.system.collector import untracked
 
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096  # alignment of direct transfers
@@ -35,9 +33,14 @@ _SEGMENT = struct.Struct("<II16sQQQQ")
 _BATCH = struct.Struct("<II16sQQQQQ")
 _SUMMARY = struct.Struct("<II16sQQQQQ16s")
 _ENTRY = struct.Struct("<QIHH16s")
+_SPAN = struct.Struct("<QI")  # the beginning of an entry
 _ENTRY_COLUMNS = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("key", "<u2"), ("codec", "<u2"), ("sum", "V16")])
 _BATCH_TABLE_OFFSET = _PROLOGUE.size + _BATCH.size
 ENTRY_BYTES = _ENTRY.size
+_MIXED = -1  # keys of different lengths
+
+Hashes = np.ndarray[Any, np.dtype[np.uint32]]
+Rows = np.ndarray[Any, np.dtype[np.uint8]]
 
 checksum = xxhash.xxh3_128_digest
 
@@ -99,13 +102,9 @@ class BatchHeader(NamedTuple):
     """The place of the batch in the file, in bytes."""
     batch_bytes: int  # whole pages, with the payloads
 
-    def encode(self, header: memoryview, entries: Sequence[SegmentEntry], keys: Sequence[OffloadKey]) -> None:
-        """Write the header, its entries and their keys into `header`, of `header_bytes`."""
-        pack = _ENTRY.pack
-        table = [
-            pack(e.offset, e.stored_bytes, len(k), e.codec, e.checksum) for e, k in zip(entries, keys, strict=True)
-        ]
-        _fill(header, _BATCH_MAGIC, b"".join((_BATCH.pack(*self), *table, *keys)))
+    def encode(self, header: memoryview, entries: bytes, keys: Sequence[OffloadKey]) -> None:
+        """Write the header, its entries (`encode_entries`) and their keys into `header`, of `header_bytes`."""
+        _fill(header, _BATCH_MAGIC, b"".join((_BATCH.pack(*self), entries, *keys)))
 
     @classmethod
     def peek(cls, page: memoryview) -> BatchHeader | None:
@@ -166,65 +165,117 @@ class SegmentEntry(NamedTuple):
     checksum: bytes
 
 
+def encode_entries(
+    keys: Iterable[OffloadKey],
+    offsets: Iterable[int],
+    stored_bytes: Iterable[int],
+    codecs: Iterable[int],
+    checksums: Iterable[bytes],
+) -> bytes:
+    """Return the entries of some blocks, as a batch's header and a summary have them."""
+    return b"".join(map(_ENTRY.pack, offsets, stored_bytes, map(len, keys), codecs, checksums))
+
+
 class EntryTable:
-    """The entries of a segment in the order of their writing, as columns: 32 bytes and a reference per entry.
+    """The entries of a segment in the order of their writing, encoded as on the disk: 34 bytes each, and their keys.
 
-    The garbage collector does not walk the entries.
+    A sealed segment needs no keys here: the index has them, and finds them by hash and place. So `forget_keys` leaves
+    4 bytes for each key. There is no object for each entry.
 
-    Appending needs the pool's lock. Reading an entry does not: until the segment is reclaimed, columns only grow.
+    Appending and `forget_keys` need the pool's lock. Reading an entry does not: until the segment is reclaimed, the
+    columns only grow. Whoever reads keys knows that no other thread forgets them.
     """
 
-    __slots__ = ("checksums", "codecs", "keys", "offsets", "states", "stored_bytes")
+    __slots__ = ("_entries", "_keys", "_length", "hashes", "states")
 
     def __init__(self) -> None:
-        self.keys: list[OffloadKey] = untracked([])
-        self.offsets = array("Q")
-        self.stored_bytes = array("I")
-        self.codecs = array("H")
-        self.checksums = bytearray()
+        self._entries = bytearray()
+        self._keys = bytearray()  # one after another
+        self._length = 0  # the length of each key; `_MIXED` if they differ; 0 without entries
+        self.hashes: Hashes | None = None  # of forgotten keys; None: the keys are here
         self.states = array("H")  # how each block was used; see `Worth`
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.states)
 
     def __getitem__(self, ordinal: int) -> SegmentEntry:
-        start = ordinal * CHECKSUM_BYTES
-        return SegmentEntry(
-            self.offsets[ordinal],
-            self.stored_bytes[ordinal],
-            self.codecs[ordinal],
-            bytes(self.checksums[start : start + CHECKSUM_BYTES]),
-        )
+        offset, stored_bytes, _, codec, digest = _ENTRY.unpack_from(self._entries, ordinal * ENTRY_BYTES)
+        return SegmentEntry(offset, stored_bytes, codec, digest)
 
-    def append(self, keys: Sequence[OffloadKey], entries: Sequence[SegmentEntry], states: Sequence[int]) -> None:
-        """Add the blocks of one batch: all of them, or none after an error (`MemoryError`)."""
-        count = len(self.keys)
+    def span(self, ordinal: int) -> tuple[int, int]:
+        """Return where in the file a payload begins, and its size."""
+        offset, stored_bytes = _SPAN.unpack_from(self._entries, ordinal * ENTRY_BYTES)
+        return offset, stored_bytes
+
+    def keys(self, ordinals: range | Sequence[int] | None = None) -> list[OffloadKey]:
+        """Return the keys of some entries, by default of all. The keys have not been forgotten."""
+        assert self.hashes is None
+        ordinals = range(len(self)) if ordinals is None else ordinals
+        keys, size = self._keys, self._length
+        if size != _MIXED:
+            return [OffloadKey(bytes(keys[at * size : (at + 1) * size])) for at in ordinals]
+        sizes = np.frombuffer(self._entries, _ENTRY_COLUMNS)["key"].astype(np.int64)
+        ends = np.cumsum(sizes)
+        return [OffloadKey(bytes(keys[ends[at] - sizes[at] : ends[at]])) for at in ordinals]
+
+    @property
+    def key_bytes(self) -> int:
+        """The size of all keys that are here."""
+        return len(self._keys)
+
+    @property
+    def key_rows(self) -> Rows | None:
+        """A row for each key; None if there is none, or if their lengths differ. Nothing may be appended meanwhile."""
+        if self._length == _MIXED or not len(self):
+            return None
+        return np.frombuffer(self._keys, np.uint8).reshape(len(self), -1)
+
+    def append(self, keys: Sequence[OffloadKey], entries: bytes, states: Sequence[int]) -> None:
+        """Add the blocks of one batch: all of them, or none after an error (`MemoryError`).
+
+        `encode_entries` gives `entries`.
+        """
+        count, key_end = len(self), len(self._keys)
         try:
-            self.offsets.extend([entry.offset for entry in entries])
-            self.stored_bytes.extend([entry.stored_bytes for entry in entries])
-            self.codecs.extend([entry.codec for entry in entries])
-            self.checksums += b"".join([entry.checksum for entry in entries])
+            self._keys += b"".join(keys)
+            self._entries += entries
             self.states.extend(states)
-            self.keys += keys
         except BaseException:  # columns of different lengths would misnumber later entries
-            for column in (self.offsets, self.stored_bytes, self.codecs, self.states, self.keys):
-                del column[count:]
-            del self.checksums[count * CHECKSUM_BYTES :]
+            del self.states[count:], self._entries[count * ENTRY_BYTES :], self._keys[key_end:]
             raise
+        self._note_lengths({len(key) for key in keys})
 
     def extend(self, other: EntryTable) -> None:
-        for column in self.__slots__:
-            getattr(self, column).extend(getattr(other, column))
+        """Add the entries of another table, which has its keys."""
+        self._keys += other._keys
+        self._entries += other._entries
+        self.states.extend(other.states)
+        self._note_lengths({other._length})
 
-    def encode(self) -> bytes:
-        """Return the summary's table: entries, then keys."""
-        columns = np.zeros(len(self), dtype=_ENTRY_COLUMNS)
-        columns["offset"] = np.frombuffer(self.offsets, dtype=np.uint64)
-        columns["stored"] = np.frombuffer(self.stored_bytes, dtype=np.uint32)
-        columns["key"] = np.fromiter(map(len, self.keys), dtype=np.uint16, count=len(self))
-        columns["codec"] = np.frombuffer(self.codecs, dtype=np.uint16)
-        columns["sum"] = np.frombuffer(self.checksums, dtype="V16")
-        return columns.tobytes() + b"".join(self.keys)
+    def without(self, ordinals: Set[int]) -> EntryTable:
+        """Return a table without some of the entries."""
+        kept = [ordinal for ordinal in range(len(self)) if ordinal not in ordinals]
+        left = EntryTable()
+        entries = [self._entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES] for at in kept]
+        left.append(self.keys(kept), b"".join(entries), [self.states[at] for at in kept])
+        return left
+
+    def forget_keys(self, hashes: Hashes) -> None:
+        """Keep only the keys' hashes, with which the index finds them."""
+        assert len(hashes) == len(self)
+        self.hashes, self._keys = hashes, bytearray()
+
+    @property
+    def table_bytes(self) -> int:
+        """The size of the summary's table, in whole pages."""
+        return pages(len(self._entries) + len(self._keys))
+
+    def encode(self, table: memoryview) -> None:
+        """Write the summary's table, of `table_bytes`: entries, then keys, then zeros."""
+        assert self.hashes is None
+        keys_offset = len(self._entries)
+        end = keys_offset + len(self._keys)
+        table[:keys_offset], table[keys_offset:end], table[end:] = self._entries, self._keys, bytes(len(table) - end)
 
     @classmethod
     def decode(cls, table: memoryview, count: int, stored_bytes_max: int, end_offset_max: int) -> EntryTable | None:
@@ -239,8 +290,9 @@ class EntryTable:
         lengths = columns["key"]
         offsets = columns["offset"]
         ends = offsets + columns["stored"]
+        keys_bytes = int(lengths.sum(dtype=np.int64))
         if (
-            int(lengths.sum(dtype=np.int64)) > len(table) - keys_offset
+            keys_bytes > len(table) - keys_offset
             or (columns["stored"] > stored_bytes_max).any()
             or ((lengths == 0) | (lengths > KEY_BYTES_MAX)).any()
             or (offsets > end_offset_max).any()  # `ends` may have overflowed
@@ -248,15 +300,16 @@ class EntryTable:
         ):
             return None
         decoded = cls()
-        keys, key_bytes = bytes(table[keys_offset:]), lengths.tolist()
-        ends_and_sizes = zip(accumulate(key_bytes), key_bytes, strict=True)
-        decoded.keys.extend([OffloadKey(keys[end - size : end]) for end, size in ends_and_sizes])
-        decoded.offsets.frombytes(columns["offset"].astype(np.uint64).tobytes())
-        decoded.stored_bytes.frombytes(columns["stored"].astype(np.uint32).tobytes())
-        decoded.codecs.frombytes(columns["codec"].astype(np.uint16).tobytes())
-        decoded.checksums += columns["sum"].tobytes()
+        decoded._entries += table[:keys_offset]
+        decoded._keys += table[keys_offset : keys_offset + keys_bytes]
         decoded.states.frombytes(bytes(count * decoded.states.itemsize))
+        if count:
+            decoded._note_lengths({int(lengths.min()), int(lengths.max())})
         return decoded
+
+    def _note_lengths(self, sizes: Set[int]) -> None:
+        lengths = {self._length, *sizes} - {0}
+        self._length = lengths.pop() if len(lengths) == 1 else _MIXED if lengths else 0
 
 
 def _fill(target: memoryview, magic: bytes, body: bytes) -> None:

@@ -7,11 +7,6 @@ These things stay true:
   across I/O. The caller of a method whose docstring begins with "Locked" holds it. A read of the index needs no lock.
 - The index names a block only after its bytes have been written.
 - A pinned segment is not used again.
-
-The index is one dictionary from keys to places. A place is one integer: a segment's slot in the upper bits, the entry's
-number (ordinal) in that segment's table in the lower 32. An index entry takes at most 150 bytes beyond its key. Up to
-60 are for the dictionary's slot, 32 for the integer, 45 for the table's columns, which grow by an eighth. The garbage
-collector does not walk the index.
 """
 
 from __future__ import annotations
@@ -26,9 +21,9 @@ from enum import Enum
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.reasons import Reason
-from tiered_kv.system.collector import untracked
 from tiered_kv.toolkit.event_log import EventLog
-from tiered_kv_nvme.layout import BatchHeader, SegmentEntry, batch_header_bytes
+from tiered_kv_nvme.index import BlockIndex, ordinal_of, place_of, slot_of
+from tiered_kv_nvme.layout import BatchHeader, EntryTable, batch_header_bytes
 from tiered_kv_nvme.segment import LEFT_OUT_S, Demand, Segment, SegmentState
 from tiered_kv_nvme.worth import READ, Worth
 
@@ -42,28 +37,6 @@ CHUNK_KEYS = 256
 PAUSE_S = 50e-6
 """Work on many keys is done in chunks with pauses, so that the scheduler's thread waits little for the interpreter
 lock."""
-
-_ORDINAL_BITS = 32
-_ORDINAL_MASK = (1 << _ORDINAL_BITS) - 1
-
-
-def place_of(slot: int, ordinal: int) -> int:
-    return slot << _ORDINAL_BITS | ordinal
-
-
-def slot_of(place: int) -> int:
-    return place >> _ORDINAL_BITS
-
-
-def ordinal_of(place: int) -> int:
-    return place & _ORDINAL_MASK
-
-
-def clear_in_chunks(places: dict[OffloadKey, int]) -> None:
-    while places:
-        for _ in range(min(CHUNK_KEYS, len(places))):
-            places.popitem()
-        time.sleep(PAUSE_S)
 
 
 class WriteStream(Enum):
@@ -94,7 +67,7 @@ class SegmentPool:
         self.epoch = epoch
         self.closed = False  # whether reservations are refused for good
         self.segments: dict[int, Segment] = {}  # by slot
-        self.places: dict[OffloadKey, int] = untracked({})  # the index; `clear` replaces it: do not keep a reference
+        self.index = BlockIndex()
         self.worth = worth
         self.events = EventLog(wants_events)  # additions to and removals from the index
         self._generation = 0  # the greatest so far
@@ -139,13 +112,14 @@ class SegmentPool:
         self,
         reservation: Reservation,
         keys: Sequence[OffloadKey],
-        entries: Sequence[SegmentEntry],
+        entries: bytes,
         states: Sequence[int],
         old_places: Sequence[int] | None,
     ) -> bool:
         """End a reservation after its batch was written, and add its blocks to the index.
 
-        Relocated blocks are added only if they are still at `old_places`. Returns False after a reset or `close`.
+        `encode_entries` gives `entries`. Relocated blocks are added only if they are still at `old_places`. Returns
+        False after a reset or `close`.
         """
         segment = reservation.segment
         with self.changed:
@@ -155,13 +129,10 @@ class SegmentPool:
             first_place = place_of(segment.slot, len(segment.table))
             segment.table.append(keys, entries, states)
             if old_places is None:
-                self.add(keys, first_place)
+                self.index.add(keys, first_place)
                 self.events.stored(keys)
                 return True
-            places = self.places
-            for place, (key, old_place) in enumerate(zip(keys, old_places, strict=True), first_place):
-                if places.get(key) == old_place:
-                    places[key] = place
+            self.index.move(keys, first_place, old_places)
         return True
 
     def abandon(self, reservation: Reservation) -> None:
@@ -223,24 +194,6 @@ class SegmentPool:
         segment.writers -= 1
         if not segment.writers and segment.state is not SegmentState.ACTIVE:
             self.changed.notify_all()
-
-    # The index.
-
-    def add(self, keys: Sequence[OffloadKey], first_place: int) -> None:
-        """Locked. Enter a batch's blocks into the index; their places follow from `first_place`."""
-        self.places.update(zip(keys, range(first_place, first_place + len(keys)), strict=True))
-
-    def drop(self, key: OffloadKey, place: int) -> bool:
-        """Locked. Remove a block if it is still at `place`; return whether it was removed."""
-        if self.places.get(key) != place:
-            return False
-        del self.places[key]
-        return True
-
-    def clear(self) -> dict[OffloadKey, int]:
-        """Locked. Replace the index by an empty one, and return the old one, which takes long to clear."""
-        old, self.places = self.places, untracked({})
-        return old
 
     # For readers.
 
@@ -342,6 +295,14 @@ class SegmentPool:
         """Locked. How many free segments are missing."""
         return FREE_SEGMENTS - len(self._free)
 
+    def note_sealed(self, segment: Segment) -> None:
+        """Note that a full segment has its summary. Then only the index has its keys. The reclaimer's thread."""
+        places, hashes = self.index.places, self.index.hashes_of(segment)
+        with self.changed:
+            segment.state = SegmentState.SEALED
+            if hashes is not None and places is self.index.places:  # there was no reset
+                segment.table.forget_keys(hashes)
+
     def next_to_seal(self) -> Segment | None:
         """Locked. Return the oldest full segment without writes in flight."""
         full = [s for s in self.segments.values() if s.state is SegmentState.FULL and not s.writers]
@@ -371,6 +332,16 @@ class SegmentPool:
         """Locked. Begin a new epoch, in which no segment holds a valid block."""
         self.epoch = epoch
         self._retire_all()
+
+    def take_void_table(self, segment: Segment) -> EntryTable | None:
+        """Locked. Take the entries of a segment that is from before a reset; None if nothing is to be taken.
+
+        The caller gives the memory back, without the lock.
+        """
+        if segment.epoch == self.epoch or segment.state not in (SegmentState.FULL, SegmentState.SEALED):
+            return None
+        table, segment.table = segment.table, EntryTable()
+        return table
 
     def close(self) -> None:
         """Locked. Refuse further reservations; active segments become full."""

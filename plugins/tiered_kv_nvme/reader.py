@@ -22,8 +22,9 @@ from tiered_kv.toolkit.codecs import ENCRYPTED_IDS, RAW_ID, CodecSet, ThreadBuff
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.small_files import read_all
 from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
+from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentEntry, checksum, pages
-from tiered_kv_nvme.pool import SegmentPool, ordinal_of, place_of, slot_of
+from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.segment import LEFT_OUT_S, Segment
 from tiered_kv_nvme.worth import READ
@@ -41,6 +42,7 @@ class Wanted(NamedTuple):
     key: OffloadKey
     block: memoryview
     segment: Segment
+    table: EntryTable  # of the segment, as of the pin
     ordinal: int
     entry: SegmentEntry
     scatter: bool  # whether it can be read into its destination, and not only through a buffer
@@ -102,7 +104,7 @@ class BlockReader:
                         failed.add(item.key)
                         reason = Reason.IO_ERROR
                     elif status is RecordStatus.OK:
-                        self.pool.worth.use(item.segment.table, item.ordinal, READ)
+                        self.pool.worth.use(item.table, item.ordinal, READ)
                         loaded.add(item.key)
                     else:
                         failed.add(item.key)
@@ -131,15 +133,13 @@ class BlockReader:
         wanted: list[Wanted] = []
         pool, may_scatter = self.pool, self._may_scatter and self.memory.suits(blocks)
         with pool.changed:
-            places = self.pool.places
-            for key, block in zip(keys, blocks, strict=True):
-                place = places.get(key)
-                if place is not None:
+            for key, block, place in zip(keys, blocks, pool.index.places.get_many(keys), strict=True):
+                if place >= 0:
                     segment, ordinal = pool.segments[slot_of(place)], ordinal_of(place)
                     entry = segment.table[ordinal]
                     is_raw = entry.codec == RAW_ID and entry.stored_bytes == self.block_bytes
                     scatter = may_scatter and is_raw and entry.offset % PAGE_BYTES == 0
-                    wanted.append(Wanted(key, block, segment, ordinal, entry, scatter))
+                    wanted.append(Wanted(key, block, segment, segment.table, ordinal, entry, scatter))
             pool.pin({item.segment.slot for item in wanted})
             return wanted, pool.epoch
 
@@ -148,7 +148,7 @@ class BlockReader:
         dropped: list[RecordStatus] = []
         with self.pool.changed:
             for item, status in lost:
-                if self.pool.drop(item.key, place_of(item.segment.slot, item.ordinal)):
+                if self.pool.index.drop(item.key, place_of(item.segment.slot, item.ordinal)):
                     dropped.append(status)
                     self.pool.events.removed((item.key,))
             self.pool.unpin(slots)
@@ -240,10 +240,12 @@ def neighbours(table: EntryTable, ordinals: Iterable[int]) -> Iterator[list[int]
     """Divide entries, sorted by offset, into groups for one read each."""
     near: list[int] = []
     for ordinal in ordinals:
-        end_offset = table.offsets[ordinal] + table.stored_bytes[ordinal]
-        if near and (end_offset - table.offsets[near[0]] > SPAN_BYTES_MAX or len(near) == RUN_BLOCKS_MAX):
+        offset, stored_bytes = table.span(ordinal)
+        if not near:
+            first_offset = offset
+        elif offset + stored_bytes - first_offset > SPAN_BYTES_MAX or len(near) == RUN_BLOCKS_MAX:
             yield near
-            near = []
+            near, first_offset = [], offset
         near.append(ordinal)
     if near:
         yield near

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import rounded_seconds
 from tiered_kv.errors import TieredKVError
 from tiered_kv.system.file_systems import is_of_place
@@ -25,7 +26,8 @@ from tiered_kv.system.threads import start_thread
 from tiered_kv.toolkit.codecs import Draft
 from tiered_kv.toolkit.small_files import has_name, told
 from tiered_kv_nvme.disk import StoreCounters
-from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool, place_of
+from tiered_kv_nvme.index import place_of
+from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool
 from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.reader import BlockReader, neighbours
 from tiered_kv_nvme.segment import NoSegment, Segment, SegmentFiles, SegmentState, Unlinked
@@ -139,8 +141,7 @@ class Reclaimer:
             return False
         if not void:
             self.files.seal(segment)  # if the seal fails, recovery scans the batches
-        with self.pool.changed:
-            segment.state = SegmentState.SEALED
+        self.pool.note_sealed(segment)
         return True
 
     def _make_room(self) -> bool:
@@ -153,7 +154,7 @@ class Reclaimer:
             return True
         if not segments:
             return False
-        chosen = self.pool.worth.least(segments)
+        chosen = segments[0] if void else self.pool.worth.least(segments)
         if self._is_failing and not self.probe.takes_writes(chosen):
             return False  # the disk takes no writes: do not evict the blocks of another segment
         return self._reclaim(chosen)
@@ -237,34 +238,35 @@ class Reclaimer:
                 if len(ordinals) > 1 and is_of_place(error) and self.probe.takes_reads(segment):
                     waiting.extendleft([ordinal] for ordinal in ordinals)  # each alone, to find the bad place
                 continue
-            found = zip(ordinals, payloads, strict=True)
-            sound = [(ordinal, segment.table[ordinal], data) for ordinal, data in found if data is not None]
-            moved, _ = self.writer.write(
-                [segment.table.keys[ordinal] for ordinal, _, _ in sound],
-                # Payloads move as they are stored, so encrypted ones need no key.
-                [Payload(Draft(entry.codec, 0, data), entry.checksum) for _, entry, data in sound],
-                epoch,
-                [place_of(segment.slot, ordinal) for ordinal, _, _ in sound],
-            )
+            keys: list[OffloadKey] = []
+            moving: list[Payload] = []
+            places: list[int] = []
+            for ordinal, key, data in zip(ordinals, self.pool.index.keys_of(segment, ordinals), payloads, strict=True):
+                if key is not None and data is not None:
+                    entry = segment.table[ordinal]
+                    keys.append(key)
+                    # Payloads move as they are stored, so encrypted ones need no key.
+                    moving.append(Payload(Draft(entry.codec, 0, data), entry.checksum))
+                    places.append(place_of(segment.slot, ordinal))
+            moved, _ = self.writer.write(keys, moving, epoch, places)
             self.counters.add("relocated_blocks_total", count=moved)
-            if moved < len(sound):
+            if moved < len(keys):
                 return
 
     def _evict(self, segment: Segment) -> None:
         """Remove the blocks that are still in the segment from the index."""
         table = segment.table
         for start in range(0, len(table), CHUNK_KEYS):
-            ordinals = range(start, min(start + CHUNK_KEYS, len(table)))
             with self.pool.changed:
-                drop = self.pool.drop
-                evicted = [at for at in ordinals if drop(table.keys[at], place_of(segment.slot, at))]
-                keys = [table.keys[at] for at in evicted]
-                self.pool.events.removed(keys)
+                if segment.epoch != self.pool.epoch:
+                    return  # a reset has emptied it
+                evicted = self.pool.index.evict(segment, range(start, min(start + CHUNK_KEYS, len(table))))
+                self.pool.events.removed(evicted.values())
             states = [table.states[at] for at in evicted]
             unread = [at for at, state in zip(evicted, states, strict=True) if not state & READ]
             self.counters.add("evicted_blocks_total", count=len(evicted))
-            self.counters.add("wasted_bytes_total", count=sum(table.stored_bytes[at] for at in unread))
-            self.pool.worth.remember_evicted(keys, states)
+            self.counters.add("wasted_bytes_total", count=sum(table.span(at)[1] for at in unread))
+            self.pool.worth.remember_evicted(list(evicted.values()), states)
             time.sleep(PAUSE_S)
 
     def _use_again(self, segment: Segment) -> bool:
@@ -272,7 +274,6 @@ class Reclaimer:
 
         Returns False if reads are still in flight, or if the disk takes no change.
         """
-        table = segment.table
         has_size = segment.segment_bytes == self.files.segment_bytes
         usable = has_size and not (segment.damaged or segment.is_copied) and not self._over_capacity()
         with self.pool.changed:
@@ -296,9 +297,6 @@ class Reclaimer:
             self.counters.add("damaged_segments_total", count=segment.damaged and not segment.deleted)
             self.files.delete(segment)
             self._grow_after_s = 0.0  # there is space for another
-        while table.keys:
-            del table.keys[-CHUNK_KEYS:]
-            time.sleep(PAUSE_S)
         return True
 
     def _over_capacity(self) -> bool:
@@ -321,15 +319,17 @@ class Reclaimer:
 
 def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
     """Yield the ordinals of the blocks to move when a segment is reclaimed, neighbours together."""
-    table, places = segment.table, pool.places
+    table = segment.table
     budget_bytes = int(segment.segment_bytes * RELOCATED_SHARE_MAX)
     chosen: list[int] = []
-    for count, ordinal in enumerate(pool.worth.movable(table), 1):
-        if not count % CHUNK_KEYS:
-            give_way()
-        if places.get(table.keys[ordinal]) == place_of(segment.slot, ordinal):
-            budget_bytes -= table.stored_bytes[ordinal]
-            if budget_bytes < 0:
-                break
-            chosen.append(ordinal)
-    yield from neighbours(table, sorted(chosen, key=lambda ordinal: (table.offsets[ordinal], ordinal)))
+    best = pool.worth.movable(table)
+    for start in range(0, len(best), CHUNK_KEYS):
+        if budget_bytes < 0:
+            break
+        give_way()
+        ordinals = best[start : start + CHUNK_KEYS]
+        for ordinal, key in zip(ordinals, pool.index.keys_of(segment, ordinals), strict=True):
+            if key is not None and budget_bytes >= 0:
+                budget_bytes -= table.span(ordinal)[1]
+                chosen += [ordinal] * (budget_bytes >= 0)
+    yield from neighbours(table, sorted(chosen, key=lambda ordinal: (table.span(ordinal)[0], ordinal)))

@@ -10,18 +10,25 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
+
+from tiered_kv.cpu.key_table import KeyTable, key_hashes
 from tiered_kv.system.file_systems import is_of_place, is_stuck
+from tiered_kv.system.heap import give_back_free_memory
 from tiered_kv.system.permissions import NotPrivateError
 from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX, ThreadBuffer
 from tiered_kv.toolkit.small_files import read_all
 from tiered_kv_nvme.disk import Disk, StoreCounters
-from tiered_kv_nvme.layout import PAGE_BYTES, BatchHeader, EntryTable, SegmentHeader, Summary, checksum
-from tiered_kv_nvme.pool import SegmentPool, place_of
+from tiered_kv_nvme.index import place_of, slot_of
+from tiered_kv_nvme.layout import PAGE_BYTES, BatchHeader, EntryTable, Hashes, Rows, SegmentHeader, Summary, checksum
+from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.segment import Segment, SegmentFiles, SegmentState
 
 
@@ -44,12 +51,13 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
         while found and files.excess_bytes() > 0:
             files.delete(found.pop(0))
             files.counters.add("discarded_segments_total")
-        _adopt(found, pool)
+        _adopt(found, pool, threads)
     except BaseException:
         for segment in found:
             os.close(segment.fd)
         raise
-    files.counters.add("recovered_blocks_total", count=len(pool.places))
+    give_back_free_memory()  # keys that only the index has now
+    files.counters.add("recovered_blocks_total", count=len(pool.index.places))
 
 
 def _newest(files: SegmentFiles, slots: Sequence[int]) -> list[int]:
@@ -64,18 +72,72 @@ def _newest(files: SegmentFiles, slots: Sequence[int]) -> list[int]:
     return by_age[-files.descriptors_max :]
 
 
-def _adopt(found: Sequence[Segment], pool: SegmentPool) -> None:
+def _adopt(found: Sequence[Segment], pool: SegmentPool, threads: int) -> None:
     """Add segments, the oldest first; stores continue in the newest that has blocks."""
-    resumable: Segment | None = None
     pool.worth.restart([segment.table for segment in found])
+    places, hashes = _index_of(found, threads)
+    resumable: Segment | None = None
     with pool.changed:
+        pool.index.places = places
         for segment in found:
             pool.adopt(segment)
-            pool.add(segment.table.keys, place_of(segment.slot, 0))
             if len(segment.table) and not (segment.damaged or segment.is_copied or segment.refused_offset):
                 resumable = segment
         if resumable is not None:
             pool.resume(resumable)
+        for segment in found:
+            if segment.state is SegmentState.SEALED and segment.slot in hashes:
+                segment.table.forget_keys(hashes[segment.slot])
+
+
+def _index_of(found: Sequence[Segment], threads: int) -> tuple[KeyTable, dict[int, Hashes]]:
+    """Return the index of segments, the oldest first: of equal keys the last one counts.
+
+    Keys of the most frequent length enter it together, and the few others one by one. The hashes of the former are
+    returned by slot: their segments may forget them.
+    """
+    rows_of = {segment.slot: rows for segment in found if (rows := segment.table.key_rows) is not None}
+    counts = Counter[int]()
+    for rows in rows_of.values():
+        counts[rows.shape[1]] += len(rows)
+    most = max(counts, key=counts.__getitem__, default=0)
+    alike = {slot: rows for slot, rows in rows_of.items() if rows.shape[1] == most}
+    places, hashes = _table_of(alike, most, threads) if alike else (KeyTable(), {})
+    age = {segment.slot: number for number, segment in enumerate(found)}
+    for segment in found:
+        if segment.slot not in alike:
+            keys = segment.table.keys()
+            for ordinal, (key, place) in enumerate(zip(keys, places.get_many(keys), strict=True)):
+                if place < 0 or age[slot_of(place)] <= age[segment.slot]:
+                    places.set(key, place_of(segment.slot, ordinal))
+    return places, hashes
+
+
+def _table_of(rows_of: Mapping[int, Rows], key_bytes: int, threads: int) -> tuple[KeyTable, dict[int, Hashes]]:
+    """Return a table of the keys of segments, given by slot, the oldest first; and the hashes of each segment's keys.
+
+    Threads copy the keys of all segments together. Meanwhile numpy does not hold the interpreter's lock.
+    """
+    count = sum(map(len, rows_of.values()))
+    starts = accumulate(map(len, rows_of.values()), initial=0)
+    parts = {
+        slot: slice(start, start + len(rows)) for (slot, rows), start in zip(rows_of.items(), starts, strict=False)
+    }
+    keys, places, hashes = (
+        np.empty((count, key_bytes), np.uint8),
+        np.empty(count, np.uint64),
+        np.empty(count, np.uint32),
+    )
+
+    def copy(slot: int) -> None:
+        part, rows = parts[slot], rows_of[slot]
+        keys[part], hashes[part] = rows, key_hashes(rows)
+        places[part] = np.arange(len(rows), dtype=np.uint64) + np.uint64(place_of(slot, 0))
+
+    for copied in run_all(copy, rows_of, "tiered-kv-nvme-recovery", threads):
+        copied.result()
+    table = KeyTable.build(keys, places, hashes=hashes, threads=threads)
+    return table, {slot: hashes[part].copy() for slot, part in parts.items()}
 
 
 def _recover_segment(files: SegmentFiles, slot: int, epoch: int) -> Segment | None:
@@ -106,7 +168,23 @@ def _recover_segment(files: SegmentFiles, slot: int, epoch: int) -> Segment | No
 
 @dataclass(eq=False)
 class SegmentScan:
-    """Reads segment files. One thread at a time."""
+    """Reads segment files. One thread at a time.
+
+    For each segment that `read` returns:
+
+    - `table` has only blocks of `epoch`, in the order of their writing. An intact summary lists them, or their batch
+      was verified whole.
+    - The batches of `table` lie before `end_offset`, and have the sequences below `sequence`. So the next batch follows
+      a scan's end, and a summary that is written now lists what a later scan finds.
+    - `epoch` is 0 if the segment holds no block, and may be used at once. It is the directory's if the segment has
+      blocks, or is damaged: then it may have some that this scan could not read. Any other value is from before a
+      reset: no block is valid.
+    - `state` is FREE if `epoch` is 0 and no place refused a write; SEALED if the summary on the disk lists all of
+      `table`, or there is nothing to list; FULL if a summary has yet to be written.
+    - `damaged` is set if the file is shorter than its header says, or a read failed. No batch and no summary is then
+      written to it: they could make what a later scan reads inconsistent.
+    - `reserved_blocks` and `key_bytes` are those of `table`. They keep room for the summary.
+    """
 
     disk: Disk
     identity: Identity
@@ -129,19 +207,13 @@ class SegmentScan:
         """
         self._file_bytes, self.failure = os.fstat(fd).st_size, None
         segment = Segment(slot, fd, self._file_bytes, 0)
+        is_sealed = False
         try:
             if not self._read_header(segment):
                 return None
-            try:
-                summary = self._read_summary(segment)
-            except OSError as error:
-                if not is_of_place(error):
-                    raise
-                self._note(error)
-                summary = None  # the batches have the same entries
+            summary = self._summary_or_none(segment)
             if summary is not None and summary.epoch != self.epoch:
-                segment.epoch = summary.epoch
-                segment.state = SegmentState.SEALED
+                segment.epoch, segment.state = summary.epoch, SegmentState.SEALED
                 return segment
             batches = self._read_batches(segment)
             is_sealed = summary is not None and not batches
@@ -151,7 +223,22 @@ class SegmentScan:
             if error.errno == errno.ENOMEM:  # not the fault of the file
                 raise
             self._note(error)
-            segment.damaged, is_sealed = True, False
+            segment.damaged = True
+        self._settle(segment, is_sealed)
+        return segment
+
+    def _summary_or_none(self, segment: Segment) -> Summary | None:
+        """Fill the segment from its summary; None without an intact one, or if it lies at a bad place."""
+        try:
+            return self._read_summary(segment)
+        except OSError as error:
+            if not is_of_place(error):
+                raise
+            self._note(error)
+            return None  # the batches have the same entries
+
+    def _settle(self, segment: Segment, is_sealed: bool) -> None:
+        """Set the fields that follow from what was read; see the class."""
         if len(segment.table) or segment.damaged:
             segment.epoch = self.epoch
             segment.state = SegmentState.SEALED if is_sealed else SegmentState.FULL
@@ -159,8 +246,7 @@ class SegmentScan:
             segment.refused_s = time.monotonic()
             segment.state = SegmentState.SEALED if is_sealed or not len(segment.table) else SegmentState.FULL
         segment.reserved_blocks = len(segment.table)
-        segment.key_bytes = sum(map(len, segment.table.keys))
-        return segment
+        segment.key_bytes = segment.table.key_bytes
 
     def _note(self, error: OSError) -> None:
         self.counters.note_io_error("recovering a segment file", error)

@@ -244,17 +244,16 @@ class SegmentFiles:
         """
         if segment.damaged:
             return False
-        table = segment.table.encode()
-        table_bytes = pages(len(table))
+        entries = segment.table  # a reset may replace it meanwhile
+        table_bytes = entries.table_bytes
         if segment.end_offset + table_bytes + PAGE_BYTES > segment.segment_bytes:
             return False  # the file's header has a wrong, smaller size: a summary would overwrite payloads
         try:
             buffer = ThreadBuffer().take(table_bytes + PAGE_BYTES)
-            buffer[: len(table)] = table
-            buffer[len(table) : table_bytes] = bytes(table_bytes - len(table))
+            entries.encode(buffer[:table_bytes])
             Summary(
                 table_bytes,
-                len(segment.table),
+                len(entries),
                 self.directory.identity.digest,
                 segment.generation,
                 segment.epoch,

@@ -12,8 +12,9 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv.toolkit.keys_only import KeyStore
-from tiered_kv_nvme.layout import CHECKSUM_BYTES, SegmentEntry
-from tiered_kv_nvme.pool import SegmentPool, WriteStream, ordinal_of, place_of, slot_of
+from tiered_kv_nvme.index import ordinal_of, place_of, slot_of
+from tiered_kv_nvme.layout import CHECKSUM_BYTES, encode_entries
+from tiered_kv_nvme.pool import SegmentPool, WriteStream
 from tiered_kv_nvme.reclaimer import survivors
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 from tiered_kv_nvme.settings import NvmeSettings
@@ -34,8 +35,8 @@ class NvmeKeys(KeyStore):
         self._sizing = Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=self.overhead_bytes)
         worth = Worth(settings.capacity // block_bytes, self._sizing.segments_max)
         self._pool = SegmentPool(bytes(16), 0, worth)
-        self._places = self._pool.places
-        self._entry = SegmentEntry(0, block_bytes + self.overhead_bytes, RAW_ID, bytes(CHECKSUM_BYTES))
+        self._places = self._pool.index.places
+        self._stored_bytes = block_bytes + self.overhead_bytes
         self._batch_blocks = max(1, min(BATCH_BLOCKS_MAX, PART_BYTES // block_bytes))
 
     @property
@@ -59,20 +60,18 @@ class NvmeKeys(KeyStore):
 
     def load(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         loaded = [key for key in keys if key in self._places]
-        for key in loaded:
-            place = self._places[key]
+        for place in self._places.get_many(loaded):
             self._pool.worth.use(self._pool.segments[slot_of(place)].table, ordinal_of(place), READ)
         self.read_blocks += len(loaded)
         return loaded
 
     def use(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            place = self._places[key]
+        for place in self._places.get_many(keys):
             self._pool.worth.use(self._pool.segments[slot_of(place)].table, ordinal_of(place))
 
     def _write(self, keys: Sequence[OffloadKey], stream: WriteStream, old_places: Sequence[int] | None = None) -> int:
         """Write a batch of `keys`, as far as the segment has room; return the number of written keys."""
-        demand = Demand.of([self._entry.stored_bytes] * len(keys), [len(key) for key in keys])
+        demand = Demand.of([self._stored_bytes] * len(keys), [len(key) for key in keys])
         pool = self._pool
         reservation = pool.reserve(demand, pool.epoch, 0.0, stream)
         if reservation is None:
@@ -80,7 +79,8 @@ class NvmeKeys(KeyStore):
         count = reservation.header.entry_count
         keys, places = keys[:count], old_places[:count] if old_places is not None else None
         states = pool.worth.first_states(keys) if places is None else pool.moved_states(places)
-        pool.commit(reservation, keys, [self._entry] * count, states, places)
+        same = [0] * count, [self._stored_bytes] * count, [RAW_ID] * count, [bytes(CHECKSUM_BYTES)] * count
+        pool.commit(reservation, keys, encode_entries(keys, *same), states, places)
         self.written_blocks += count
         self.moved_blocks += 0 if places is None else count
         return count
@@ -104,13 +104,13 @@ class NvmeKeys(KeyStore):
         segment.state = SegmentState.RECLAIMING
         if pool.can_relocate:
             for ordinals in survivors(pool, segment):
-                keys = [table.keys[ordinal] for ordinal in ordinals]
+                keys = table.keys(ordinals)
                 places = [place_of(segment.slot, ordinal) for ordinal in ordinals]
                 while keys and (count := self._write(keys, WriteStream.RELOCATIONS, places)):
                     keys, places = keys[count:], places[count:]
         with pool.changed:
-            gone = [at for at, key in enumerate(table.keys) if pool.drop(key, place_of(segment.slot, at))]
-            pool.worth.remember_evicted([table.keys[at] for at in gone], [table.states[at] for at in gone])
+            gone = pool.index.evict(segment, range(len(table)))
+            pool.worth.remember_evicted(list(gone.values()), [table.states[at] for at in gone])
             self.evicted_blocks += len(gone)
             segment.renew(pool.next_generation())
             pool.adopt(segment)

@@ -20,7 +20,7 @@ from tiered_kv_nvme.segment import segment_bytes_min
 
 SEGMENTS_MIN = 4  # one for stores, two free ones, one with blocks
 SEGMENTS_MAX = 512  # each is an open file; a process often may have 1024
-INDEX_BYTES = 200  # memory of an entry of the index, with its key; see `tiered_kv_nvme.pool`
+INDEX_BYTES = 120  # memory of a block, with its key; see `tiered_kv_nvme.pool`
 
 _ROOM_S = 2.0  # how long a file system may take to report its room
 _SEGMENTS_WANTED = 64  # how many segments a capacity has by default

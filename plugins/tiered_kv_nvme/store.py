@@ -14,12 +14,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import format_bytes, rounded_bytes
+from tiered_kv.cpu.key_table import KeyTable
 from tiered_kv.system.limits import Need, disk_need
 from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
@@ -29,8 +30,9 @@ from tiered_kv_nvme.direct import DirectIO, probe_direct
 from tiered_kv_nvme.directory import LOCK_NAME, SegmentDirectory
 from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
 from tiered_kv_nvme.epoch import EPOCH_NAME, DirectoryEpoch
+from tiered_kv_nvme.index import ordinal_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES
-from tiered_kv_nvme.pool import SegmentPool, clear_in_chunks, ordinal_of, slot_of
+from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool
 from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.reclaimer import Reclaimer
@@ -78,7 +80,7 @@ class SegmentStore:
     ) -> None:
         disk = disk or Disk()
         self._options = options
-        self._old_indexes: deque[dict[OffloadKey, int]] = deque()  # from before resets that are not written yet
+        self._old_indexes: deque[KeyTable] = deque()  # from before resets that are not written yet
         self._reset_task = BackgroundTask(self._write_resets, f"tiered-kv-{tier}-reset")
         self.counters = StoreCounters(path)
         self._directory = SegmentDirectory(
@@ -138,8 +140,7 @@ class SegmentStore:
 
     def contains(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Return for each key whether its block can be loaded. Takes no lock."""
-        places = self.pool.places
-        return [key in places for key in keys]
+        return [place >= 0 for place in self.pool.index.places.get_many(keys)]
 
     def store(
         self,
@@ -153,17 +154,16 @@ class SegmentStore:
             self._reset_task.ask()
         return self._writer.store(keys, blocks, self.pool.epoch if epoch is None else epoch, deadline)
 
-    def touch(self, keys: Collection[OffloadKey]) -> None:
-        """Note that blocks are used. Takes no lock."""
-        places, segments = self.pool.places, self.pool.segments
-        for key in keys:
-            place = places.get(key)
-            segment = segments.get(slot_of(place)) if place is not None else None
-            if segment is not None and place is not None:
-                try:
+    def touch(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Note that blocks are used, and return the keys that have no block. Takes no lock."""
+        segments, absent = self.pool.segments, []
+        for key, place in zip(keys, self.pool.index.places.get_many(keys), strict=True):
+            if place < 0:
+                absent.append(key)
+            elif (segment := segments.get(slot_of(place))) is not None:
+                with suppress(IndexError):  # the segment has been reclaimed meanwhile
                     self.pool.worth.use(segment.table, ordinal_of(place))
-                except IndexError:
-                    pass  # the segment has been reclaimed meanwhile
+        return absent
 
     @property
     def segments_max(self) -> int:
@@ -186,13 +186,13 @@ class SegmentStore:
         epoch = self._epoch.renew()
         with self.pool.changed:
             self.pool.reset(epoch)
-            self._old_indexes.append(self.pool.clear())
+            self._old_indexes.append(self.pool.index.clear())
             self.pool.events.clear()
         self._reset_task.ask()
         return epoch
 
     def _write_resets(self) -> None:
-        """Write and flush the epoch, and clear old indexes; repeat until that succeeds or the store closes."""
+        """Write and flush the epoch, and give back what the reset hid, in slices; repeat until the store closes."""
         while count := len(self._old_indexes):
             try:
                 self._epoch.sync()
@@ -203,7 +203,14 @@ class SegmentStore:
                         return
                 continue
             for _ in range(count):
-                clear_in_chunks(self._old_indexes.popleft())
+                index = self._old_indexes.popleft()
+                while index.release(CHUNK_KEYS):
+                    time.sleep(PAUSE_S)
+            for segment in list(self.pool.segments.values()):
+                with self.pool.changed:
+                    table = self.pool.take_void_table(segment)
+                del table
+                time.sleep(PAUSE_S)
 
     def _remake(self) -> None:
         """Make the directory and its small files again if somebody has deleted them; see `SegmentDirectory.remake`."""
@@ -214,7 +221,7 @@ class SegmentStore:
         with self.pool.changed:
             segments, left_out = list(self.pool.segments.values()), self.pool.left_out
         return {
-            "blocks": len(self.pool.places),
+            "blocks": len(self.pool.index.places),
             "used_bytes": sum(segment.segment_bytes for segment in segments),
             "capacity_bytes": self._options.sizing.capacity_bytes,
             "segments": len(segments),
@@ -287,7 +294,7 @@ class SegmentStore:
             return True
         with self.pool.changed:
             self.pool.close()
-            self.pool.clear()
+            self.pool.index.clear()
         deadline = time.monotonic() + (CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
         for join in (self._reclaimer.join, self._reset_task.join):
             if not join(max(0.0, deadline - time.monotonic())):

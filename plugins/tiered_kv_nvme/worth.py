@@ -166,7 +166,8 @@ class Worth:
     def _counts(self, segments: Sequence[Segment]) -> Table:
         """Return the number of blocks of each segment (rows) in each cell (columns)."""
         cells, counts = self._densities.size, []
-        lengths = [len(segment.table) for segment in segments]
+        tables = [segment.table for segment in segments]  # a reset may replace one meanwhile
+        lengths = list(map(len, tables))
         ends = np.cumsum(lengths)
         # Small segments are counted together: that is faster, and a ranking delays the store that waits for it.
         for _, group in groupby(range(len(segments)), lambda row: ends[row] // _BLOCKS_AT_ONCE):
@@ -174,7 +175,7 @@ class Worth:
             rows = list(group)
             first, end = rows[0], rows[-1] + 1
             places = np.repeat(range(end - first), lengths[first:end]) * cells
-            places += self._cells([segment.table for segment in segments[first:end]])
+            places += self._cells(tables[first:end])
             counts.append(np.bincount(places, minlength=(end - first) * cells).reshape(-1, cells))
         return np.concatenate(counts)
 

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
@@ -24,7 +25,7 @@ from tiered_kv.toolkit.codecs import CodecSet, Draft, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv.toolkit.small_files import write_all
 from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
-from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, SegmentEntry, checksum
+from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, checksum, encode_entries
 from tiered_kv_nvme.pool import Reservation, SegmentPool, WriteStream
 from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.segment import Demand
@@ -70,7 +71,7 @@ class BatchWriter:
         If the cache was reset since `epoch`, no block is stored. After the deadline no batch begins: the caller may
         have given the memory to other blocks.
         """
-        places = self.pool.places
+        places = self.pool.index.places
         wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in places}
         if not wanted:
             return ALL_DONE
@@ -198,25 +199,25 @@ class BatchWriter:
 
     def _lay_out(
         self, header: BatchHeader, keys: Sequence[OffloadKey], payloads: Sequence[Payload], *, gather: bool
-    ) -> tuple[list[SegmentEntry], list[memoryview]]:
-        """Return a batch's entries and the buffers to write.
+    ) -> tuple[bytes, list[memoryview]]:
+        """Return a batch's entries, encoded, and the buffers to write.
 
         With `gather`, the buffers are a header, and the payloads in the caller's memory. Otherwise there is one buffer,
         into which blocks are copied or encrypted.
         """
         batch = self._scratch.take(header.header_bytes if gather else header.batch_bytes)
-        entries: list[SegmentEntry] = []
-        at = header.header_bytes
-        for key, (draft, known_checksum) in zip(keys, payloads, strict=True):
-            end = at + draft.payload_bytes
-            if not gather:
-                draft.write_into(batch[at:end], binding_of(self.pool.digest, key))
-                known_checksum = known_checksum or checksum(batch[at:end])
-            assert known_checksum is not None, "a block to encrypt is never gathered"
-            entries.append(SegmentEntry(header.offset + at, draft.payload_bytes, draft.codec_id, known_checksum))
-            at = end
+        drafts = [payload.draft for payload in payloads]
+        checksums = [payload.checksum for payload in payloads if payload.checksum is not None]
+        sizes = [draft.payload_bytes for draft in drafts]
+        *starts, end = accumulate(sizes, initial=header.header_bytes)
+        if not gather:
+            for key, draft, at, size in zip(keys, drafts, starts, sizes, strict=True):
+                draft.write_into(batch[at : at + size], binding_of(self.pool.digest, key))
+            if len(checksums) < len(drafts):  # of encrypted blocks, as they are stored
+                checksums = [checksum(batch[at : at + size]) for at, size in zip(starts, sizes, strict=True)]
+            batch[end:] = bytes(len(batch) - end)
+        assert len(checksums) == len(drafts), "a block to encrypt is never gathered"
+        offsets = [header.offset + at for at in starts]
+        entries = encode_entries(keys, offsets, sizes, [draft.codec_id for draft in drafts], checksums)
         header.encode(batch[: header.header_bytes], entries, keys)
-        if gather:
-            return entries, [batch, *[payload.draft.content for payload in payloads]]
-        batch[at:] = bytes(len(batch) - at)
-        return entries, [batch]
+        return entries, [batch, *[draft.content for draft in drafts]] if gather else [batch]

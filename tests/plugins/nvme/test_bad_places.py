@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.disks import BadPlaces, fail
 from tiered_kv.testing.rig import make_keys
+from tiered_kv_nvme.index import ordinal_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES
-from tiered_kv_nvme.pool import ordinal_of, slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ MIDDLE = (SEGMENT_BYTES // 2, SEGMENT_BYTES // 2 + 512)
 
 def place(store: SegmentStore, key: OffloadKey) -> tuple[int, int, int]:
     """Return the place of a block: its segment's slot, its first byte, and the one behind its last."""
-    slot, ordinal = slot_of(store.pool.places[key]), ordinal_of(store.pool.places[key])
+    slot, ordinal = slot_of(store.pool.index.places.get(key)), ordinal_of(store.pool.index.places.get(key))
     entry = store.pool.segments[slot].table[ordinal]
     return slot, entry.offset, entry.offset + entry.stored_bytes
 
@@ -72,7 +72,7 @@ def test_a_bad_place_is_known_after_a_restart_and_blocks_beside_it_can_be_loaded
     bench.fill(store, range(1, 4))
     assert store.stats()["left_out_segments"] == 1
     assert "1 segments" in str(store.describe()["left_out"])
-    kept = {key for key in keys if slot_of(store.pool.places[key]) == slot}
+    kept = {key for key in keys if slot_of(store.pool.index.places.get(key)) == slot}
     assert kept
     store.close()
     for has_crashed in (False, True):  # then batches are read, up to the bad place
@@ -87,7 +87,7 @@ def test_a_bad_place_is_known_after_a_restart_and_blocks_beside_it_can_be_loaded
 def place_of_the_next(bench: StoreBench, store: SegmentStore) -> int:
     """Return where stores write now."""
     bench.fill(store, [0])
-    return store.pool.places[bench.batch(0)[0]]
+    return store.pool.index.places.get(bench.batch(0)[0])
 
 
 def test_a_place_that_takes_writes_again_is_used_again(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_a_place_that_takes_writes_again_is_used_again(bench: StoreBench, monkey
         monkeypatch.setattr(f"tiered_kv_nvme.{module}.LEFT_OUT_S", 0.0)
     bench.fill(store, range(200, 260))
     assert store.stats()["left_out_segments"] == 0
-    assert any(slot_of(at) == 3 for at in store.pool.places.values())
+    assert any(slot_of(at) == 3 for _, at in store.pool.index.places.items())
 
 
 def test_a_bad_header_of_every_new_file_in_a_slot_stops_no_store(bench: StoreBench) -> None:
@@ -182,8 +182,8 @@ def test_a_file_of_which_nothing_can_be_read_costs_its_blocks_alone(bench: Store
     store = bench.open_ready(disk)
     bench.fill(store, range(6))
     keys = [key for number in range(6) for key in bench.batch(number)]
-    slot = slot_of(store.pool.places[keys[0]])
-    there = {key for key in keys if slot_of(store.pool.places[key]) == slot}
+    slot = slot_of(store.pool.index.places.get(keys[0]))
+    there = {key for key in keys if slot_of(store.pool.index.places.get(key)) == slot}
     disk.reads = [(slot, *WHOLE)]
     assert bench.get(store, keys) == set(keys) - there
     assert store.contains(keys) == [key not in there for key in keys]

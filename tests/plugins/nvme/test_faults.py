@@ -16,7 +16,7 @@ from tests.support.disks import FaultyDisk, fail, full_after, hold, without_faul
 from tests.support.faulty import Gate
 from tiered_kv.errors import TierBusyError
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_nvme.pool import slot_of
+from tiered_kv_nvme.index import slot_of
 from tiered_kv_nvme.reclaimer import Reclaimer
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def test_a_read_that_fails_once_costs_no_block(bench: StoreBench, code: int, los
     store = bench.open_ready()
     keys = make_keys(100)  # two segments
     bench.put(store, keys)
-    slots = {key: slot_of(store.pool.places[key]) for key in keys}
+    slots = {key: slot_of(store.pool.index.places.get(key)) for key in keys}
     first = {key for key in keys if slots[key] == slots[keys[0]]}
     interfere = chain([fail(code)], repeat(without_faults))
     bench.disk.on_read = lambda buffers, offset: next(interfere)(buffers, offset)
@@ -164,7 +164,7 @@ def test_a_failed_write_between_others_leaves_a_hole_that_loses_nothing_else(ben
     with bench.held(gate, lambda: bench.put(store, make_keys(5, "unlucky"))):
         bench.put(store, behind)
     bench.put(store, later)
-    assert slot_of(store.pool.places[later[0]]) != slot_of(store.pool.places[behind[0]])
+    assert slot_of(store.pool.index.places.get(later[0])) != slot_of(store.pool.index.places.get(behind[0]))
     store.close()
     assert bench.get(bench.open(), behind + later) == {*behind, *later}
 

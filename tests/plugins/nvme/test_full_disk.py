@@ -28,7 +28,7 @@ from tiered_kv.system.file_systems import Mount
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.administration import Purged
 from tiered_kv_nvme.administration import NvmeAdministration
-from tiered_kv_nvme.pool import slot_of
+from tiered_kv_nvme.index import slot_of
 from tiered_kv_nvme.settings import NvmeSettings
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def test_files_that_the_file_system_copies_on_write_are_replaced_and_not_filled_
         keys = make_keys(5)
         assert bench.put(store, keys).successful_keys is None
         assert bench.get(store, keys) == set(keys)
-        place = bench.path / store._directory.segment_name(slot_of(store.pool.places[keys[0]]))
+        place = bench.path / store._directory.segment_name(slot_of(store.pool.index.places.get(keys[0])))
         assert place.stat().st_mtime_ns > max(filled)
         store.close()
         assert [os.fstat(file.fileno()).st_mtime_ns for file in before] == filled

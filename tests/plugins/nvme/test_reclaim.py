@@ -10,12 +10,13 @@ import pytest
 
 from tests.support.disks import hold
 from tests.support.faulty import Gate
+from tests.support.segment_entries import entries_of
 from tiered_kv.system.step import STEP
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
-from tiered_kv_nvme.layout import EntryTable, SegmentEntry
-from tiered_kv_nvme.pool import CHUNK_KEYS, SegmentPool, slot_of
+from tiered_kv_nvme.index import slot_of
+from tiered_kv_nvme.layout import EntryTable
+from tiered_kv_nvme.pool import CHUNK_KEYS, SegmentPool
 from tiered_kv_nvme.reclaimer import survivors
 from tiered_kv_nvme.segment import Segment, segment_bytes_min
 from tiered_kv_nvme.settings import NvmeSettings
@@ -100,7 +101,7 @@ def test_blocks_that_are_evicted_together_teach_what_they_teach_one_by_one() -> 
         for worth in (together, apart):
             worth.filled += 1
             worth.advance()
-        table.append(gone, [SegmentEntry(4096, 4096, RAW_ID, bytes(16))] * len(gone), used)
+        table.append(gone, entries_of(gone), used)
     segment = Segment(0, -1, 1 << 30, 1)
     segment.table = table
     for worth in (together, apart):
@@ -196,8 +197,8 @@ def move_every_block(pool: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_blocks_to_move_are_chosen_in_chunks_that_give_way_to_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, segment = SegmentPool(bytes(16), 1, Worth(4096, 4)), Segment(0, -1, 1 << 30, 1)
     keys = make_keys(4 * CHUNK_KEYS)
-    segment.table.append(keys, [SegmentEntry(4096, 4096, RAW_ID, bytes(16))] * len(keys), [0] * len(keys))
-    pool.add(keys, 0)
+    segment.table.append(keys, entries_of(keys), [0] * len(keys))
+    pool.index.add(keys, 0)
     move_every_block(pool, monkeypatch)
     STEP.pauses_left = 10
     try:
@@ -214,8 +215,8 @@ def test_blocks_that_were_written_out_of_order_can_move(
     bench.disk.on_write = hold(gate, "held")
     with bench.held(gate, lambda: bench.put(store, first)):
         bench.put(store, second)
-    segment = store.pool.segments[slot_of(store.pool.places[first[0]])]
-    assert segment.table.keys == second + first
+    segment = store.pool.segments[slot_of(store.pool.index.places.get(first[0]))]
+    assert segment.table.keys() == second + first
     move_every_block(store.pool, monkeypatch)
     (ordinals,) = survivors(store.pool, segment)
     assert len(ordinals) == 10

@@ -12,12 +12,14 @@ import tracemalloc
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from tests.support.disks import FaultyDisk, Interfere, fail, full_after, without_faults
+from tests.support.segment_entries import entries_of
 from tests.support.segment_map import SegmentMap
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
 from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
@@ -29,9 +31,10 @@ from tiered_kv.toolkit.codecs import AES_ID, ZSTD_AES_ID, CodecSet, ThreadBuffer
 from tiered_kv.toolkit.encryption import Cipher
 from tiered_kv_nvme.directory import SegmentDirectory
 from tiered_kv_nvme.disk import Disk
-from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, EntryTable, SegmentEntry
-from tiered_kv_nvme.pool import SegmentPool, place_of
-from tiered_kv_nvme.segment import SegmentFiles
+from tiered_kv_nvme.index import place_of
+from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES
+from tiered_kv_nvme.pool import CHUNK_KEYS, SegmentPool
+from tiered_kv_nvme.segment import Segment, SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
 from tiered_kv_nvme.tier import NvmeTier
@@ -114,27 +117,50 @@ def test_a_large_buffer_begins_on_a_huge_page() -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_the_index_takes_at_most_150_bytes_a_block_beyond_its_key() -> None:
-    # Sizes just before and just after the dictionary grows: the worst is right after.
-    for count in (174_000, 200_000, 350_000):
+def test_a_block_takes_less_than_120_bytes_of_memory_with_its_key() -> None:
+    for count in (20_000, 45_000, 90_000):
         keys = [make_offload_key(number.to_bytes(32, "big"), 0) for number in range(count)]
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
         pool = SegmentPool(bytes(16), 0, Worth(1, 1))
-        tables = []
         for slot, start in enumerate(range(0, count, 1000)):
-            table = EntryTable()
+            segment = Segment(slot, -1, 1 << 30, 1)
             for first in range(start, min(start + 1000, count), 32):
                 batch = keys[first : min(first + 32, start + 1000)]
-                entries = [SegmentEntry(4096 * number, 4096, 0, bytes(16)) for number in range(len(batch))]
-                pool.add(batch, place_of(slot, len(table)))
-                table.append(batch, entries, bytes(len(batch)))
-            tables.append(table)
+                pool.index.add(batch, place_of(slot, len(segment.table)))
+                segment.table.append(batch, entries_of(batch), bytes(len(batch)))
+            with pool.changed:
+                pool.adopt(segment)
+            pool.note_sealed(segment)
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert len(pool.places) == count
-        assert (after - before) / count <= 150, f"{(after - before) / count:.0f} bytes a block"
-        del tables
+        assert len(pool.index.places) == count
+        assert (after - before) / count < 120, f"{(after - before) / count:.0f} bytes a block"
+
+
+def test_no_collection_walks_the_blocks() -> None:
+    pool, count = SegmentPool(bytes(16), 0, Worth(1, 1)), 8 * CHUNK_KEYS
+    segment = Segment(0, -1, 1 << 30, 1)
+    before = walked(pool)
+    keys = make_keys(count)
+    pool.index.add(keys, 0)
+    segment.table.append(keys, entries_of(keys), [0] * count)
+    with pool.changed:
+        pool.adopt(segment)
+    pool.note_sealed(segment)
+    assert walked(pool) - before < count / 4
+
+
+def walked(root: object) -> int:
+    """Return how many references a full collection follows from an object, those to the same object once."""
+    seen, waiting, count = {id(root)}, [root], 0
+    while waiting:
+        for each in gc.get_referents(waiting.pop()):
+            count += 1
+            if gc.is_tracked(each) and id(each) not in seen and not isinstance(each, type | ModuleType | FunctionType):
+                seen.add(id(each))
+                waiting.append(each)
+    return count
 
 
 def test_after_a_clean_close_stores_continue_in_the_same_segment(bench: StoreBench) -> None:

@@ -121,7 +121,7 @@ def _sealed(content: bytes, mode: int) -> bytes:
 
 def _check(store: SegmentStore, *, is_sealed: bool) -> None:
     """Load all indexed blocks: each is verified, or counted as corrupt and removed from the index."""
-    claimed: list[OffloadKey] = list(store.pool.places)
+    claimed = [OffloadKey(key) for key, _ in store.pool.index.places.items()]
     blocks = _memory(max(1, len(claimed)))[: len(claimed)]
     outcome = store.load(claimed, blocks)
     loaded = set(claimed) if outcome.successful_keys is None else set(outcome.successful_keys)
@@ -131,7 +131,7 @@ def _check(store: SegmentStore, *, is_sealed: bool) -> None:
         assert key not in loaded or bytes(block) in allowed, f"wrong bytes for {key.hex()}"
     corrupt = count_of(store.stats(), "corrupt_blocks_total")
     assert corrupt == len(claimed) - len(loaded), f"{corrupt} are counted, {len(claimed) - len(loaded)} did not load"
-    assert set(store.pool.places) <= loaded, "what does not load is claimed"
+    assert {key for key, _ in store.pool.index.places.items()} <= loaded, "what does not load is claimed"
     _store(store, KEYS, block_content)
 
 
