@@ -17,7 +17,7 @@ from tests.support.stacks import BUILT_IN_TIERS, IN_DIRECTORIES, PATIENT, stack_
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.stack.open import EngineStack, open_engine_stack
 from tiered_kv.system import step as step_module
-from tiered_kv.system.step import IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
+from tiered_kv.system.step import IDLE_WAIT, IDLE_WAIT_S_MAX, PAUSES_MAX, STEP, Step, give_way, wait_for_idle
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -74,19 +74,82 @@ def replace_time(monkeypatch: pytest.MonkeyPatch, computed_s: Callable[[float], 
     return now_s
 
 
+@pytest.fixture
+def patience() -> Iterator[None]:
+    """Let this thread wait for the engine as a thread that stores does."""
+    IDLE_WAIT.left_s = IDLE_WAIT_S_MAX
+    yield
+    IDLE_WAIT.left_s = 0.0
+
+
+@pytest.mark.parametrize("wait", [wait_for_idle, give_way])
 @pytest.mark.parametrize(("used_s", "waited_s"), [(math.inf, IDLE_WAIT_S_MAX), (0.0, 0.0), (0.005, 0.004)])
 def test_stores_wait_while_the_engine_computes_for_a_limited_time(
-    monkeypatch: pytest.MonkeyPatch, used_s: float, waited_s: float
+    monkeypatch: pytest.MonkeyPatch, patience: None, wait: Callable[[], None], used_s: float, waited_s: float
 ) -> None:
     now_s = replace_time(monkeypatch, lambda at_s: min(at_s - 100.0, used_s))
     monkeypatch.setattr(step_module, "STEP", step := Step())
-    assert wait_for_idle(IDLE_WAIT_S_MAX)
+    wait()
     assert now_s == [100.0], "no scheduler is known"
     step.end()
     step.is_busy()  # the first sample
     now_s[0] += 0.001
-    assert wait_for_idle(IDLE_WAIT_S_MAX) is (used_s < math.inf)
-    assert waited_s - 1e-9 <= now_s[0] - 100.001 <= min(2 * waited_s, IDLE_WAIT_S_MAX) + 1e-9
+    wait()
+    assert waited_s - 1e-9 <= now_s[0] - 100.001 <= min(3 * waited_s, IDLE_WAIT_S_MAX) + 1e-9
+    assert (IDLE_WAIT.left_s > 0.0) is (used_s < math.inf)
+    before_s = now_s[0]
+    IDLE_WAIT.left_s = 0.0
+    wait()
+    assert now_s[0] == before_s, "other threads do not wait, nor this one any more"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_an_engine_that_waits_for_the_interpreter_is_no_idle_one(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Beside a busy worker the engine computes for some microseconds, and waits as long for the lock."""
+    now_s = replace_time(monkeypatch, lambda at_s: share * (at_s - 100.0))
+    step = Step()
+    step.end()
+    step.is_busy()  # the first sample
+    now_s[0] += 0.0003
+    assert step.is_busy() is (share > 0.0)
+
+
+def test_what_the_engine_did_long_ago_does_not_tell_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = replace_time(monkeypatch, lambda at_s: min(at_s - 100.0, 0.01))
+    step = Step()
+    step.end()
+    step.is_busy()  # the first sample
+    now_s[0] += 0.1
+    assert step.is_busy() is None, "it may have computed just now"
+    now_s[0] += 0.1
+    assert step.is_busy() is False, "it has not computed at all"
+
+
+def test_one_thread_watches_the_engine_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look takes the interpreter from the engine."""
+    looking: set[int] = set()
+    is_idle = threading.Event()
+
+    def is_busy(_: Step) -> bool:
+        looking.add(threading.get_ident())
+        return not is_idle.is_set()
+
+    def wait() -> None:
+        IDLE_WAIT.left_s = 60.0
+        wait_for_idle()
+
+    monkeypatch.setattr(Step, "is_busy", is_busy)
+    workers = [threading.Thread(target=wait) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    wait_until(lambda: len(looking) == len(workers))  # each has looked once
+    time.sleep(0.01)
+    looking.clear()
+    time.sleep(0.03)
+    assert len(looking) <= 1
+    is_idle.set()
+    for worker in workers:
+        worker.join()
 
 
 def test_the_next_thread_of_an_engine_may_have_the_identity_of_one_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,15 +169,15 @@ def test_the_next_thread_of_an_engine_may_have_the_identity_of_one_that_ended(mo
     assert not step.is_busy(), "its thread has ended"
     step.end()
     step.is_busy()  # the first sample
-    now_s[0] += 1.0
+    now_s[0] += 0.001
     assert step.is_busy()
 
 
-def test_the_thread_of_an_engine_may_end(stack: EngineStack) -> None:
+def test_the_thread_of_an_engine_may_end(stack: EngineStack, patience: None) -> None:
     engine = threading.Thread(target=stack.manager.on_schedule_end)
     engine.start()
     engine.join()
-    wait_for_idle(IDLE_WAIT_S_MAX)
+    wait_for_idle()
     stack.manager.on_schedule_end()
 
 
@@ -123,13 +186,14 @@ def test_a_thread_that_computes_is_told_from_one_that_waits() -> None:
 
     def engine() -> None:
         step.end()
-        while not is_over.wait(0.0001):
+        while not is_over.wait(0.001):
             while is_computing.is_set():
                 sum(range(1000))
 
     def is_busy() -> bool:
+        step.is_busy()
         time.sleep(0.002)
-        return step.is_busy()
+        return step.is_busy() is True
 
     thread = threading.Thread(target=engine)
     thread.start()

@@ -27,9 +27,12 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.stack.exporters.metrics import StackCollector, exposition
 from tiered_kv.stack.open import open_stack
+from tiered_kv.system import step
+from tiered_kv.system.step import IDLE_WAIT_S_MAX, Step
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit import Outcome, blocking, jobs
+from tiered_kv.toolkit.blocking import BUSY_WAIT_S_MAX
 
 
 def test_a_large_job_is_served_in_parts_by_several_threads_and_reported_once(make_stage: MakeStage) -> None:
@@ -150,14 +153,32 @@ def test_a_store_that_hangs_does_not_stop_the_others(make_stage: MakeStage, monk
 def test_the_only_thread_of_a_tier_waits_for_no_idle_engine(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_idle = threading.Event()
-    monkeypatch.setattr(blocking, "wait_for_idle", lambda limit_s: is_idle.wait(PATIENCE_S))
+    monkeypatch.setattr(Step, "is_busy", lambda step: True)
+    monkeypatch.setattr(blocking, "IDLE_WAIT_S_MAX", PATIENCE_S)
     stage = make_stage(DictTier, threads=1)
     jobs = [stage.rig.submit_store(make_keys(1)), stage.rig.submit_load(make_keys(1))]
-    try:
-        stage.rig.wait(jobs)  # loads and lookups would wait behind the store
-    finally:
-        is_idle.set()
+    began_s = time.monotonic()
+    stage.rig.wait(jobs)  # loads and lookups would wait behind the store
+    assert time.monotonic() - began_s < PATIENCE_S
+
+
+def test_stores_go_on_beside_an_engine_that_never_pauses(
+    make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience: list[float] = []
+
+    def wait_for_idle() -> None:
+        patience.append(step.IDLE_WAIT.left_s)
+        step.IDLE_WAIT.left_s = 0.0
+
+    monkeypatch.setattr(blocking, "wait_for_idle", wait_for_idle)
+    stage = make_stage(DictTier, threads=2, part_blocks=1)
+    assert stage.rig.store(make_keys(1)).success
+    assert 0.0 < patience[0] <= IDLE_WAIT_S_MAX, "it is held back for a time"
+    monkeypatch.setattr(blocking, "IDLE_WAIT_S_MAX", 0.0)  # from here on, as if that time were over
+    assert stage.rig.store(make_keys(4, "others")).success
+    assert len(patience) == 5
+    assert 0.0 < min(patience[1:]) <= max(patience[1:]) <= BUSY_WAIT_S_MAX
 
 
 def test_a_store_cannot_write_into_the_primary_blocks(make_stage: MakeStage) -> None:

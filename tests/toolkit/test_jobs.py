@@ -25,7 +25,7 @@ from tiered_kv.toolkit.jobs import LOADS_A_STORE, PATIENCE_S, Job, Outcome, Part
 
 def job_of(blocks: int, is_load: bool = True, part_blocks: int = 3, job_id: int = 1) -> Job:
     keys = [make_offload_key(bytes(divmod(job_id, 256)) + number.to_bytes(4, "big"), 0) for number in range(blocks)]
-    return Job(JobMetadata(job_id, keys, np.arange(blocks), is_load, ReqContext()), 0, part_blocks)
+    return Job(JobMetadata(job_id, keys, np.arange(blocks), is_load, ReqContext()), 0, part_blocks, 0.0)
 
 
 def test_a_result_names_what_succeeded_in_order() -> None:

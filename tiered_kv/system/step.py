@@ -8,10 +8,10 @@ manager marks its step on the scheduler's thread, and each worker pauses between
     worker:    give_way(), load or store a block, give_way(), ...
 
 The engine's thread computes outside of the manager's step too: it launches the model's kernels, and handles tokens. No
-request waits for a store. So before a store, a worker waits until the engine's thread is idle, judged by that thread's
-CPU clock:
+request waits for a store. So before a store, and between its blocks, a worker waits until the engine's thread is idle,
+judged by that thread's CPU clock. It waits as long as it may, which its owner says for each part:
 
-    worker:    wait_for_idle(...), give_way(), store a block, ...
+    worker:    IDLE_WAIT.left_s = ..., wait_for_idle(), store a block, give_way(), store a block, ...
 
 What must stay true: a worker's pauses are limited, also if a step never ends or the engine is always busy.
 """
@@ -26,14 +26,17 @@ PAUSES_MAX = 200
 `on_schedule_end` delays the workers by 20 ms at most: the pauses of the limit, each of `PAUSE_S`."""
 PAUSE_S = 0.0001
 """Seconds that a worker of the hot path pauses at a time."""
-IDLE_WAIT_S_MAX = 0.02
-"""Limit of the seconds that one `wait_for_idle` lasts, however busy the engine is."""
-_IDLE_PAUSE_S = 0.001
-"""Seconds of the first pause of `wait_for_idle`; each further pause is twice as long."""
-_SAMPLE_S_MIN = 0.0002
-"""The shortest time over which the CPU clock tells a busy thread from an idle one."""
-_BUSY_SHARE = 0.5
-"""A thread is busy if it computes for more than this share of the time."""
+IDLE_WAIT_S_MAX = 1.0
+"""Limit of the seconds that work waits until the engine is idle. An engine that generates hardly pauses, until a prompt
+comes: then it waits for the GPU for long."""
+_IDLE_PAUSE_S, _IDLE_PAUSE_S_MAX = 0.002, 0.008
+"""Seconds of the first pause of `wait_for_idle` beside a busy engine, and of each further one."""
+_SAMPLE_S_MIN, _SAMPLE_S_MAX = 0.0002, 0.003
+"""The shortest time over which the CPU clock tells a busy thread from an idle one, and the longest: over a longer time
+it tells what the thread did before."""
+_BUSY_SHARE = 0.2
+"""A thread is busy if it computes for more than this share of the time. One that waits again and again for the
+interpreter lock is not idle, though it computes less than it waits."""
 
 
 class Step:
@@ -48,7 +51,7 @@ class Step:
         """The identity of the thread that last called `end` as a scheduler; 0 before."""
         self._clock_id: int | None = None
         """The CPU clock of the scheduler's thread; None while no such thread is known."""
-        self._is_busy = False
+        self._is_busy: bool | None = False
         self._sampled_s = self._used_s = 0.0
 
     def begin(self) -> None:
@@ -61,8 +64,11 @@ class Step:
         if is_scheduler and ((thread := threading.get_ident()) != self._thread or self._clock_id is None):
             self._clock_id, self._thread = time.pthread_getcpuclockid(thread), thread
 
-    def is_busy(self) -> bool:
-        """Return whether the scheduler's thread has computed for most of the time since the last call."""
+    def is_busy(self) -> bool | None:
+        """Return whether the scheduler's thread has computed since the last call.
+
+        None if that is too long ago to tell what the thread does now: ask again after `_SAMPLE_S_MIN`.
+        """
         if self._clock_id is None:
             return False
         now_s = time.monotonic()
@@ -73,7 +79,11 @@ class Step:
             except OSError:  # the thread has ended, or was the parent process's: a new thread may have its identity
                 self._clock_id = None
                 return False
-            self._is_busy = used_s - self._used_s > _BUSY_SHARE * passed_s
+            computed_s = used_s - self._used_s
+            if computed_s <= _BUSY_SHARE * min(passed_s, _SAMPLE_S_MAX):
+                self._is_busy = False
+            else:
+                self._is_busy = True if passed_s <= _SAMPLE_S_MAX or 2 * computed_s > passed_s else None
             self._sampled_s, self._used_s = now_s, used_s
         return self._is_busy
 
@@ -81,27 +91,50 @@ class Step:
 STEP = Step()
 
 
+class _IdleWait(threading.local):
+    """For how long the calling thread may still wait until the engine's thread is idle; 0 for most threads."""
+
+    left_s = 0.0
+
+
+IDLE_WAIT = _IdleWait()
+_WAITING = threading.Lock()
+"""Held by the one thread that watches the engine's: each look takes the interpreter lock from it."""
+
+
 def give_way(pause_s: float = PAUSE_S) -> None:
     """Pause while a scheduler's step runs. Workers call this between two blocks, without holding a lock.
 
-    It costs less than 100 ns if no step runs. Background work passes a longer `pause_s`: each thread that wakes takes
-    the interpreter lock from the scheduler. So fewer pauses cost the step less.
+    A thread that may wait also does so while the engine's thread computes. It costs less than 100 ns if no step runs.
+    Background work passes a longer `pause_s`: each thread that wakes takes the interpreter lock from the scheduler. So
+    fewer pauses cost the step less.
     """
     if STEP.pauses_left > 0:
         STEP.pauses_left -= 1
         time.sleep(pause_s)
+    elif IDLE_WAIT.left_s > 0.0:
+        wait_for_idle()
 
 
-def wait_for_idle(limit_s: float) -> bool:
-    """Wait while the scheduler's thread computes, for `limit_s` at most; return whether it has paused.
+def wait_for_idle() -> None:
+    """Wait while the scheduler's thread computes, as long as the calling thread may."""
+    if IDLE_WAIT.left_s <= 0.0 or STEP.is_busy() is False:
+        return
+    end_s = time.monotonic() + IDLE_WAIT.left_s
+    if _WAITING.acquire(timeout=IDLE_WAIT.left_s):
+        try:
+            _watch(end_s)
+        finally:
+            _WAITING.release()
+    IDLE_WAIT.left_s = max(0.0, end_s - time.monotonic())
 
-    Workers call this before they store blocks.
-    """
-    end_s = time.monotonic() + limit_s
+
+def _watch(end_s: float) -> None:
+    """Return when the scheduler's thread is idle, or at `end_s`."""
     pause_s = _IDLE_PAUSE_S
-    while is_busy := STEP.is_busy():
-        if (left_s := end_s - time.monotonic()) <= 0:
-            break
-        time.sleep(min(pause_s, left_s))
-        pause_s *= 2
-    return not is_busy
+    while (is_busy := STEP.is_busy()) is not False and (left_s := end_s - time.monotonic()) > 0.0:
+        if is_busy:
+            time.sleep(min(pause_s, left_s))
+            pause_s = _IDLE_PAUSE_S_MAX
+        else:
+            time.sleep(min(_SAMPLE_S_MIN, left_s))

@@ -16,11 +16,13 @@ from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import ResourceError
-from tiered_kv.system.step import IDLE_WAIT_S_MAX, give_way, wait_for_idle
+from tiered_kv.system.step import IDLE_WAIT, IDLE_WAIT_S_MAX, give_way, wait_for_idle
 from tiered_kv.system.threads import start_thread
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, Part, checked_outcome, checked_presence
 from tiered_kv.toolkit.queued import PART_DEADLINE, QueuedTier, block_bytes_of
 
+BUSY_WAIT_S_MAX = 0.02
+"""How long a part of a store waits until the engine is idle, if the store has been held back long enough."""
 _WORK = True
 _STOP = False
 
@@ -175,14 +177,29 @@ class BlockingTier(QueuedTier):
 
     def _run_next_part(self) -> None:
         part = self._part_queue.take()
-        if part is None:
-            return
-        # A single thread never waits here: it serves loads too. If the engine makes no pauses, a store waits the less,
-        # the more stores are queued.
-        if not part.job.metadata.is_promotion and self._threads_max > 1:
+        if part is not None and part.job.metadata.is_promotion:
+            self._run_parts([part, *self._part_queue.take_small_jobs(part)])
+        elif part is not None:
+            self._run_stores(part)
+
+    def _run_stores(self, part: Part) -> None:
+        """Run a part of a store while the engine's thread does not compute.
+
+        A single thread never waits: it serves loads too. A store is held back until `IDLE_WAIT_S_MAX` after it was
+        submitted. A later part waits for `BUSY_WAIT_S_MAX`; if the engine made no pause for the last one, the less, the
+        more stores are queued.
+        """
+        if self._threads_max > 1:
+            job, now_s = part.job, self._clock()
             waiting = 0 if self._engine_pauses else self._part_queue.stores_waiting
-            self._engine_pauses = wait_for_idle(IDLE_WAIT_S_MAX / (1 + waiting))
-        self._run_parts([part, *self._part_queue.take_small_jobs(part)])
+            wait_s = max(job.submitted_s + IDLE_WAIT_S_MAX - now_s, BUSY_WAIT_S_MAX / (1 + waiting))
+            IDLE_WAIT.left_s = min(wait_s, job.deadline - now_s)
+        try:
+            wait_for_idle()
+            self._run_parts([part, *self._part_queue.take_small_jobs(part)])
+            self._engine_pauses = IDLE_WAIT.left_s > 0.0
+        finally:
+            IDLE_WAIT.left_s = 0.0
 
     def _run_parts(self, parts: Sequence[Part]) -> None:
         """Run parts of one epoch, which have no key in common, in one call of the author's method."""

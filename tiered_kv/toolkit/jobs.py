@@ -62,11 +62,12 @@ class Job:
     The queue reads and writes the cursors under its lock. Workers append to `failed_parts` until the last part ends.
     """
 
-    def __init__(self, metadata: JobMetadata, epoch: int, part_blocks: int) -> None:
+    def __init__(self, metadata: JobMetadata, epoch: int, part_blocks: int, submitted_s: float) -> None:
         keys = metadata.keys
         self.metadata = metadata
         self.keys: Sequence[OffloadKey] = keys if isinstance(keys, Sequence) else tuple(keys)
         self.deadline = math.inf if metadata.deadline is None else metadata.deadline  # seconds of the tier's clock
+        self.submitted_s = submitted_s  # by the tier's clock
         self.epoch = epoch  # the tier's, when the job was submitted
         self.part_blocks = part_blocks  # blocks of one part, at most
         # Cursors.

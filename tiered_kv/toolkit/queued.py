@@ -126,7 +126,8 @@ class QueuedTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
         is_load = job_metadata.is_promotion
-        job = Job(job_metadata, self.epoch, self._part_blocks if is_load else self._store_part_blocks)
+        part_blocks = self._part_blocks if is_load else self._store_part_blocks
+        job = Job(job_metadata, self.epoch, part_blocks, self._clock())
         self._jobs_in_flight[job_metadata.job_id] = job
         if self._is_shut_down or not job.keys:
             job.end_block = 0

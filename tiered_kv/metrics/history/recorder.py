@@ -27,7 +27,7 @@ from tiered_kv.metrics.history.fates import CHUNK_KEYS_MAX
 from tiered_kv.metrics.history.ledger import CPU, BatchFates, EndedRequest, Ledger, RequestLog
 from tiered_kv.reasons import Fate
 from tiered_kv.system.log_limit import LogLimit
-from tiered_kv.system.step import give_way
+from tiered_kv.system.step import IDLE_WAIT, IDLE_WAIT_S_MAX, give_way
 from tiered_kv.system.threads import start_thread
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ THREAD_SHARE: Final = 0.02
 THREAD_SHARE_MAX: Final = 0.2
 """Limit of the thread's share of a processor. Between `THREAD_SHARE` and this limit, the thread's share is the part of
 the queue that is full."""
+CHUNKS_S: Final = 0.001
+"""Seconds that the thread works between two of its pauses, at most; the last chunk may end later."""
 WORK_S: Final = 0.0005
 """Seconds that a busy server works for the history between two of its passes; the last chunk may end later."""
 _KEYS_A_BATCH: Final = 4
@@ -262,10 +264,25 @@ class BlockHistory:
     def _run(self) -> None:
         pause_s = INTERVAL_S
         while not self._is_closing.wait(pause_s):
+            IDLE_WAIT.left_s = IDLE_WAIT_S_MAX
             give_way()
-            began_s = time.thread_time()
+            used_s = self._take_chunks()
+            pause_s = used_s / self._share() if self.has_work else INTERVAL_S
+
+    def _take_chunks(self) -> float:
+        """Take chunks while the engine's thread is idle, for `CHUNKS_S` at most; one if it is not. Return the CPU time.
+
+        To wake up more often would take the interpreter lock from the engine more often.
+        """
+        began_s = time.thread_time()
+        while True:
             is_more = self._take_chunk()
-            pause_s = (time.thread_time() - began_s) / self._share() if is_more else INTERVAL_S
+            used_s = time.thread_time() - began_s
+            if not is_more or used_s > CHUNKS_S:
+                return used_s
+            give_way()
+            if IDLE_WAIT.left_s <= 0.0:
+                return used_s
 
     def _share(self) -> float:
         """Return the share of a processor for the thread now."""
