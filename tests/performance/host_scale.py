@@ -12,9 +12,9 @@ Each round starts a server of every build, in turn, with engines of the same bui
   a row;
 - reset: from RESET to its answer with all rows in use, and pings meanwhile and in the next two seconds.
 
-Times of steps and pings leave out what the two main threads stood ready in the run queue (Linux, schedstat), since a
-thousand ends fill it. It prints medians of the rounds, and the ratio of each build to the first with its spread.
-`--parts` chooses parts.
+A thousand ends keep the processors busy: `ends_ping_alone_max_ms` leaves out what the two main threads stood ready in
+the run queue (Linux, schedstat). It prints medians of the rounds, and the ratio of each build to the first with its
+spread. `--parts` chooses parts.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ def of_ends(server: Server) -> Iterator[tuple[str, float]]:
     with server.program("crowd", ENGINES) as crowd, server.program("ping") as pings:
         crowd.go_on()
         time.sleep(_SETTLE_S)
-        yield "ends_ping_max_ms", pings.go_on()["ping_max_ms"]
+        for figure, value in pings.go_on().items():
+            yield f"ends_{figure}", value
 
 
 def of_rows(server: Server) -> Iterator[tuple[str, float]]:

@@ -31,7 +31,7 @@ WAIT_S = 60.0
 
 
 class Clock:
-    """Times, without what the main threads of this process and of a server stood ready in the run queue."""
+    """Times an answer of a server, also without what both main threads stood ready in the run queue."""
 
     def __init__(self, sock: socket.socket) -> None:
         server, _, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -40,8 +40,10 @@ class Clock:
         self._began_s = time.perf_counter()
 
     def ms(self) -> float:
-        wall_s = time.perf_counter() - self._began_s
-        return max(0.0, wall_s - (self._run_queue_s() - self._queued_s)) * 1e3
+        return (time.perf_counter() - self._began_s) * 1e3
+
+    def alone_ms(self) -> float:
+        return max(0.0, self.ms() - (self._run_queue_s() - self._queued_s) * 1e3)
 
     def _run_queue_s(self) -> float:
         return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) for pid in self._processes) * 1e-9
@@ -74,11 +76,12 @@ class Client:
                 if each.code == code and number in (None, each.number):
                     return
 
-    def ping_ms(self, number: int) -> float:
+    def ping_ms(self, number: int) -> tuple[float, float]:
+        """Return how long the answer to a PING takes: by the clock, and without the run queue."""
         clock = Clock(self.sock)
         self.send(protocol.PING, number)
         self.wait(protocol.PONG, number)
-        return clock.ms()
+        return clock.ms(), clock.alone_ms()
 
 
 def key_of(number: int) -> OffloadKey:
@@ -189,10 +192,12 @@ def ping(path: str, _: int) -> None:
     """Ping until a line comes."""
     client = Client(path, "pinging")
     say({})
-    taken: list[float] = []
+    taken: list[tuple[float, float]] = []
     while not select.select([sys.stdin], [], [], PING_PAUSE_S)[0]:
         taken.append(client.ping_ms(len(taken) + 1))
-    say({f"ping_{name}_ms": value for name, value in percentiles(taken).items()})
+    wall, alone = zip(*taken, strict=True)
+    figures = {f"ping_{name}_ms": value for name, value in percentiles(wall).items()}
+    say({**figures, "ping_alone_max_ms": max(alone)})
 
 
 def reset(path: str, _: int) -> None:

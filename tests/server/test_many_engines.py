@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.host_server import WAIT_S, keys_of, packet, stack_of
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.server import protocol
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Hello
+from tiered_kv.server.questions import Questions
 from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.server.server import CacheServer, listen
 from tiered_kv.server.session import Session
+from tiered_kv.server.session_request import SessionRequest
 
 KEYS = keys_of(8)
 ROWS = 256
@@ -243,3 +246,23 @@ def test_an_engine_may_use_the_id_of_a_request_that_is_being_swept(
         calm.send(protocol.END, 7)
     passes.until(lambda: not passes.host.ended and not passes.host.requests)
     assert not passes.host.leases
+
+
+def test_a_step_asks_the_tiers_a_limited_number_of_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.server.questions.KEYS_A_STEP", 4)
+    questions, seen = Questions(), list[int]()
+    requests = [SessionRequest(number, ReqContext(f"request-{number}"), 0) for number in range(4)]
+    for each in requests:
+        questions.ask(each, KEYS[:2])
+
+    def tell(request: SessionRequest, keys: list[OffloadKey]) -> bool:
+        seen.append(request.number)
+        return request.number != 1  # a tier is slow
+
+    questions.answer(tell)
+    assert seen == [0, 1]
+    questions.answer(tell)
+    assert seen == [0, 1, 1, 2]
+    questions.answer(tell)
+    assert seen == [0, 1, 1, 2, 1, 3]
+    assert questions

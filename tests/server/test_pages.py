@@ -52,7 +52,7 @@ def attach(namespaces: Namespaces, model: str) -> str:
     calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()  # for the server's thread, which is this one
     settings = {"namespace": {"model": model}, "block": {"bytes": BLOCK_BYTES}}
     namespaces.open(settings, calls.put, opened.append)
-    if not opened:
+    while not opened:
         calls.get(timeout=WAIT_S)()
     assert isinstance(opened[0], ServedStack)
     return opened[0].config.identity.digest.hex()

@@ -1,6 +1,12 @@
 """The manager of an engine that uses a host's cache: it answers from the server's messages, and never waits.
 
-An engine's scheduler calls it, on one thread. A lookup answers True only for a row that is leased to the request.
+An engine's scheduler calls it, on one thread. What must stay true:
+
+- A lookup answers True only for a row that is leased to the request. The lease ends only after the copy from the row.
+- A row is written only if the server has granted it, and by one copy. The server learns its key after the copy.
+- A request's answers and rows belong to one connection. After its loss all are misses, and no new connection is taken
+  while a copy runs.
+- A request that began before a reset loads and stores nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink, HostRows
 from tiered_kv.server.attached_counts import AttachedCounts
 from tiered_kv.server.attached_request import AttachedRequest, parts_of
+from tiered_kv.server.attached_requests import AttachedRequests
+from tiered_kv.server.attached_stores import AttachedStores
 from tiered_kv.server.connection import ServerConnection
 from tiered_kv.server.protocol import ROW_MAX, Message
 from tiered_kv.tiering.interface import CacheManager
@@ -53,27 +61,20 @@ class AttachedManager(CacheManager):
     ) -> None:
         self.cost = EngineCost()
         self._clock = clock
+        self._requests = AttachedRequests()
+        self._stores = AttachedStores()
         self.server = ServerConnection(
             attachment,
             clock,
             on_message=self._handle,
-            on_reset=self._outdate_all,
-            on_lost=self._forget_answers,
+            on_reset=self._requests.outdate,
+            on_lost=self._requests.forget_answers,
             on_attached=on_attached,
         )
         self._counts = AttachedCounts(self.server)
         self.registry = Registry()
         self.registry.add(self._counts.measure)
         self._hint_reader = HintReader()
-        self._requests: dict[str, AttachedRequest] = {}
-        self._by_number: dict[int, AttachedRequest] = {}
-        self._number = 0  # of the last request
-        self._unsent: dict[int, AttachedRequest] = {}
-        """Requests with keys that were looked up and not asked for, by number."""
-        self._writing: dict[OffloadKey, int] = {}  # rows of blocks that the engine's workers write
-        self._short: dict[OffloadKey, None] = {}
-        """Blocks of stores that found too few rows since the last poll. An engine tries them all again."""
-        self._transfers = 0  # blocks that workers read or write
         self._now_s = clock()  # of the last poll
         self.poll()
 
@@ -104,7 +105,7 @@ class AttachedManager(CacheManager):
     @property
     def is_unused(self) -> bool:
         """Whether the engine has no request, and no copy runs."""
-        return not self._requests and not self._transfers
+        return not self._requests and not self._requests.transfers
 
     # Lookups.
 
@@ -122,7 +123,7 @@ class AttachedManager(CacheManager):
         if not self.is_attached or request.hints.skips_load:
             return False
         if request.ask((key,)):
-            self._unsent[request.number] = request
+            self._requests.unsent[request.number] = request
         return None if key in request.rows else False  # a request has at most `REQUEST_KEYS_MAX` keys
 
     def has_row(self, key: OffloadKey, req_context: ReqContext) -> bool:
@@ -192,7 +193,7 @@ class AttachedManager(CacheManager):
         link = self.link
         if link is None or request is None or request.link is not link or max(found, default=0) > ROW_MAX:
             raise ValueError("a block is not ready to be loaded; look keys up in the same step")
-        self._count_transfers(request, len(set(keys)))
+        self._requests.count_transfers(request, len(set(keys)))
         self._counts.loaded_blocks += len(found)
         return link.rows_of(found)
 
@@ -201,7 +202,7 @@ class AttachedManager(CacheManager):
         if request is None:
             return
         keys = dict.fromkeys(keys)
-        self._count_transfers(request, -len(keys))
+        self._requests.count_transfers(request, -len(keys))
         self._release(keys, request)
         self._end_if_over(request)
 
@@ -217,42 +218,40 @@ class AttachedManager(CacheManager):
         is_kept_out = request.is_outdated or request.hints.skips_store
         if is_kept_out or link is None or not self.is_attached or request.link not in (None, link):
             return PrepareStoreOutput([], HostRows([], ""), [])
-        held, writing, is_known = request.rows, self._writing, link.is_known
-        new = [
-            key
-            for key in dict.fromkeys(keys)
-            if key not in writing and held.get(key, protocol.MISSING) > ROW_MAX and not is_known(key)
-        ][: link.welcome.grant_max]
-        if len(new) > len(link.free):
-            self._short.update(dict.fromkeys(new))
+        begun = self._stores.begin(keys, request, link)
+        if begun is None:
             return None
-        rows = [link.free.pop() for _ in new]
-        writing.update(zip(new, rows, strict=True))
-        self._count_transfers(request, len(new))
+        new, rows = begun
+        self._requests.count_transfers(request, len(new))
         return PrepareStoreOutput(new, link.rows_of(rows), [])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         request = self._requests.get(req_context.req_id)
         if request is None:
             return
-        written = [(key, row) for key in dict.fromkeys(keys) if (row := self._writing.pop(key, -1)) >= 0]
+        written, rows = self._stores.end(keys)
         link = self.link
         if link is not None and request.link in (None, link):
-            rows = [row for _, row in written]
             if success and not request.is_outdated:
-                self._tell(request)
-                at = 0
-                for part, packed in parts_of([key for key, _ in written], are_alike=self.keys_are_alike):
-                    packed += protocol.pack_rows(rows[at : at + len(part)])
-                    self.server.send(protocol.COMMIT, request.number, len(part), packed)
-                    at += len(part)
-                if self.link is link:
-                    link.know([key for key, _ in written], rows)
-                self._counts.stored_blocks += len(written)
+                self._commit(written, rows, request, link)
             else:
                 link.free += rows
-        self._count_transfers(request, -len(written))
+        self._requests.count_transfers(request, -len(written))
         self._end_if_over(request)
+
+    def _commit(
+        self, keys: Sequence[OffloadKey], rows: Sequence[int], request: AttachedRequest, link: HostLink
+    ) -> None:
+        """Tell the server that these blocks are in these rows."""
+        self._tell(request)
+        at = 0
+        for part, packed in parts_of(keys, are_alike=self.keys_are_alike):
+            packed += protocol.pack_rows(rows[at : at + len(part)])
+            self.server.send(protocol.COMMIT, request.number, len(part), packed)
+            at += len(part)
+        if self.link is link:
+            link.know(keys, rows)
+        self._counts.stored_blocks += len(keys)
 
     # Requests and steps.
 
@@ -278,7 +277,7 @@ class AttachedManager(CacheManager):
 
     def on_schedule_end(self) -> None:
         """Send the step's messages, and take the server's answers."""
-        for request in self._unsent.copy().values():
+        for request in self._requests.unsent.copy().values():
             self._send_asked(request)
         link = self.link
         if link is not None:
@@ -288,14 +287,13 @@ class AttachedManager(CacheManager):
     def poll(self) -> None:
         """Take the server's answers, and notice that it has gone, or has come back."""
         self._now_s = self._clock()
-        self.server.ask_rows(len(self._short))
-        self._short.clear()
+        self.server.ask_rows(self._stores.take_short())
         self.server.return_rows(self._now_s, is_unused=not self._requests)
-        self.server.poll(self._now_s, is_copying=self._transfers > 0)
+        self.server.poll(self._now_s, is_copying=self._requests.transfers > 0)
 
     def reset_cache(self) -> None:
         """Forget every block of the namespace, for all engines."""
-        self._outdate_all()
+        self._requests.outdate()
         self.server.reset()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -304,12 +302,12 @@ class AttachedManager(CacheManager):
 
     def shutdown(self, timeout_s: float = 5.0) -> None:
         """End the connection. Rows that copies still use belong to this engine until its processes have ended."""
-        self.server.close(is_copying=self._transfers > 0)
+        self.server.close(is_copying=self._requests.transfers > 0)
 
     # Messages from the server.
 
     def _handle(self, message: Message) -> None:
-        request, link = self._by_number.get(message.number), self.link
+        request, link = self._requests.by_number.get(message.number), self.link
         if request is None or link is None:
             return  # an END is on its way to the server, and ends the leases
         if message.code == protocol.ANSWER:
@@ -328,10 +326,7 @@ class AttachedManager(CacheManager):
         return self._requests.get(req_context.req_id) or self._begin(req_context)
 
     def _begin(self, req_context: ReqContext) -> AttachedRequest:
-        self._number = self._number % 0xFFFFFFFF + 1
-        request = AttachedRequest(self._number, req_context, self._hints_of(req_context), epoch=self.epoch)
-        self._requests[req_context.req_id] = self._by_number[request.number] = request
-        return request
+        return self._requests.begin(req_context, self._hints_of(req_context), self.epoch)
 
     def _hints_of(self, req_context: ReqContext) -> Hints:
         return self._hint_reader.read(req_context) or _NO_HINTS
@@ -348,7 +343,7 @@ class AttachedManager(CacheManager):
 
     def _send_asked(self, request: AttachedRequest) -> None:
         """Ask for the keys that were noted."""
-        self._unsent.pop(request.number, None)
+        self._requests.unsent.pop(request.number, None)
         first, request.unsent = request.unsent, len(request.keys)
         if self.server.link is None or first == len(request.keys):
             return
@@ -365,7 +360,7 @@ class AttachedManager(CacheManager):
         link = self.link
         if link is None or self.server.is_silent:
             return False
-        if request.number in self._unsent:  # the step has not ended in which it was looked up
+        if request.number in self._requests.unsent:  # the step has not ended in which it was looked up
             return None
         limit_s = link.welcome.answer_s if request.waits_for_answer else link.welcome.wait_s
         is_unbounded = self.callers_have_timeouts and not request.waits_for_answer
@@ -374,27 +369,8 @@ class AttachedManager(CacheManager):
         self._counts.late_blocks += 1
         return False
 
-    def _count_transfers(self, request: AttachedRequest, blocks: int) -> None:
-        request.transfers += blocks
-        self._transfers += blocks
-
     def _end_if_over(self, request: AttachedRequest) -> None:
         if request.is_finished and request.transfers <= 0:
             if request.link is not None and request.link is self.link:
                 self.server.send(protocol.END, request.number)
-            self._forget(request)
-
-    def _forget(self, request: AttachedRequest) -> None:
-        if self._requests.get(request.req_context.req_id) is request:
-            del self._requests[request.req_context.req_id]
-        self._by_number.pop(request.number, None)
-        self._unsent.pop(request.number, None)
-
-    def _outdate_all(self) -> None:
-        for request in self._requests.values():
-            request.outdate()
-
-    def _forget_answers(self) -> None:
-        self._unsent.clear()
-        for request in self._requests.values():
-            request.forget_answers()
+            self._requests.forget(request)

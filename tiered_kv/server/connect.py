@@ -78,14 +78,9 @@ class ProgramManager(AttachedManager, CalledManager):
 
     Rows to write pass through three places, by which a program sees whether rows will come:
 
-    - `_short`, of the base class: blocks that found too few free rows, until the next `poll` asks for rows.
+    - `AttachedStores`: blocks that found too few free rows (`are_short`), until the next `poll` asks for rows.
     - `link.asked`: the numbers of rows that the server was asked for, until the server grants them.
     - `link.free`: rows that the server has granted and no store has taken.
-
-    Beside these, two methods use state of the base class. `_new_number` draws from `_number`: the numbers of requests
-    and of pings are one sequence, so that no number has two meanings. `_begin_anew` gives a request another number, and
-    keeps the rule of the base class: a request that has not ended is in `_by_number` under its own number, and in
-    `_unsent` only if it has keys to ask for.
     """
 
     keys_are_alike = False
@@ -97,12 +92,12 @@ class ProgramManager(AttachedManager, CalledManager):
     def jobs_in_flight(self) -> int:
         """1 if there are rows to write, or the server may still grant rows; else 0."""
         link = self.link
-        return int(link is not None and bool(link.asked or self._short or link.free))
+        return int(link is not None and bool(link.asked or self._stores.are_short or link.free))
 
     @property
     def is_granting(self) -> bool:
         """Whether an answer about rows to write is due: rows were asked for, or the next `poll` will ask for rows."""
-        return self.link is not None and bool(self.link.asked or self._short)
+        return self.link is not None and bool(self.link.asked or self._stores.are_short)
 
     @property
     def has_tiers_below(self) -> bool:
@@ -128,11 +123,7 @@ class ProgramManager(AttachedManager, CalledManager):
         """
         if request.link is not None and request.link is self.link:
             self.server.send(protocol.END, request.number)
-        for requests in (self._by_number, self._unsent):
-            requests.pop(request.number, None)
-        request.number = self._new_number()
-        self._by_number[request.number] = request
-        request.forget_answers()
+        self._requests.begin_anew(request)
 
     def let_go(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._release(keys, self._request_of(req_context))
@@ -178,7 +169,7 @@ class ProgramManager(AttachedManager, CalledManager):
 
     def ask_idle(self) -> tuple[HostLink | None, int]:
         """Ask the server to tell when no job of a tier is in flight. `is_idle` takes what this method returns."""
-        number = self._new_number()
+        number = self._requests.new_number()
         self.server.send(protocol.PING, number, flags=protocol.WHEN_IDLE)
         self.server.flush()
         return self.link, number
@@ -198,11 +189,6 @@ class ProgramManager(AttachedManager, CalledManager):
             with suppress(ValueError):  # the connection has been closed
                 poller.register(link.channel.sock, select.POLLIN)
         poller.poll(timeout_s * 1e3)
-
-    def _new_number(self) -> int:
-        """Return a number for a request or a ping: 1 to 2**32 - 1, then from 1 again."""
-        self._number = self._number % 0xFFFFFFFF + 1
-        return self._number
 
     def _handle(self, message: Message) -> None:
         self._has_heard = True

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -171,13 +172,13 @@ class Namespaces:
         except BaseException as error:  # SystemExit of a tier, too: engines that wait for the stack get an answer
             _log.exception("a stack cannot be opened")
             opened = TieredKVError(f"a stack cannot be opened: {type(error).__name__}")
-        call_soon(lambda: self._opened(config.identity.digest, opened))
+        call_soon(lambda: self._opened(config.identity.digest, opened, call_soon))
 
-    def _opened(self, digest: bytes, opened: ServedStack | TieredKVError) -> None:
+    def _opened(self, digest: bytes, opened: ServedStack | TieredKVError, call_soon: CallSoon) -> None:
         if isinstance(opened, ServedStack):
             self._stacks[digest] = opened
         for on_opened in self._opening.pop(digest):
-            on_opened(opened)
+            call_soon(partial(on_opened, opened))  # a call for each: there may be a thousand
 
     def _config_of(self, settings: dict[str, Any] | None) -> StackConfig:
         if settings is None:

@@ -17,6 +17,8 @@ QUESTIONS_MAX: Final = 4096
 """Limit of open questions of one session, and of its PINGs."""
 KEYS_MAX: Final = 1 << 17
 """Limit of the keys in all open questions of one session."""
+KEYS_A_STEP: Final = 4096
+"""A step asks the tiers the oldest questions, until these have so many keys. The others wait for a later step."""
 
 
 class Questions:
@@ -52,12 +54,17 @@ class Questions:
         self.idle_pings.append(number)
 
     def answer(self, tell: Callable[[SessionRequest, list[OffloadKey]], bool]) -> None:
-        """Call `tell` for each question; `tell` returns whether it has answered the question."""
+        """Call `tell` for the oldest questions; `tell` returns whether it has answered the question."""
         if not self._asked:
             return
         left: list[tuple[SessionRequest, list[OffloadKey]]] = []
         blocked: set[int] = set()  # a client knows a request's answers by their order
-        for request, keys in self._asked:
+        asked_keys = 0
+        for at, (request, keys) in enumerate(self._asked):
+            if asked_keys >= KEYS_A_STEP:
+                left += self._asked[at:]
+                break
+            asked_keys += len(keys)
             if request.number in blocked or not tell(request, keys):
                 blocked.add(request.number)
                 left.append((request, keys))

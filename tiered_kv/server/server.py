@@ -167,8 +167,12 @@ class CacheServer:
     def _run_calls(self, _: int) -> None:
         with suppress(BlockingIOError):
             self._wake_reader.recv(4096)
+        end_s = time.monotonic() + READ_S
         while self._calls:
             self._trying(self._calls.popleft())
+            if time.monotonic() >= end_s:
+                self._wake()  # the others are made in the next pass
+                return
 
     # Connections.
 
