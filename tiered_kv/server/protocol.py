@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import array
 import json
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -241,6 +242,20 @@ def begun_of(body: memoryview) -> tuple[int, str, dict[str, Any] | None]:  # Any
         raise ProtocolError(f"expected hints of at most {HINTS_BYTES_MAX} bytes")
     hints = object_of(body[end:]) if end < len(body) else None
     return epoch, bytes(body[BEGUN.size : end]).decode(errors="replace"), hints
+
+
+def expected_of(body: memoryview) -> tuple[int, int, bool, int, tuple[float, float, float, float]]:
+    """Return of an EXPECT the blocks, those before them, whether they are whole, the stalled requests, and the seconds.
+
+    Raises:
+        ProtocolError: The body is no EXPECT, or has impossible times.
+    """
+    if len(body) != EXPECTED.size:
+        raise ProtocolError("expected the cost of computing")
+    blocks, before, is_whole, stalled, block_s, *others_s = EXPECTED.unpack(body)
+    if not (block_s >= 0 and all(0 <= each < math.inf for each in others_s)):
+        raise ProtocolError("expected the cost of computing in seconds")
+    return blocks, before, bool(is_whole), stalled, (block_s, *others_s)
 
 
 def split_keys(body: memoryview | bytes, count: int) -> list[OffloadKey]:

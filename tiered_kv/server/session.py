@@ -1,11 +1,15 @@
 """One engine's use of a namespace: its requests, the rows that they lease, and the rows that it was granted.
 
-The server's thread owns it. A row stays the session's until the engine gives it back, or its processes have ended.
+The server's thread owns it. What must stay true:
+
+- A row stays the session's until the engine gives it back, or its processes have ended. It is granted, without a key,
+  or leased to each request that has it in `leased`; `leases` is their number. A message may name no other row.
+- A request in `changed` or `waiting` is in `requests`, and the session then in the stack's `changed` or `waiting`.
+- The stack's counts of requests, keys, leases and grants change with the session's, in the same call.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -190,18 +194,12 @@ class Session:
 
     def _expect(self, message: Message) -> None:
         request = self._request(message)
-        if len(message.body) != protocol.EXPECTED.size:
-            raise ProtocolError("expected the cost of computing")
-        blocks, before, is_whole, stalled, block_s, growth_s, backlog_s, notice_s = protocol.EXPECTED.unpack(
-            message.body
-        )
-        if not (block_s >= 0 and all(0 <= each < math.inf for each in (growth_s, backlog_s, notice_s))):
-            raise ProtocolError("expected the cost of computing in seconds")
-        self.cost.take(EngineCost(block_s, growth_s, backlog_s, notice_s, stalled))
+        blocks, before, is_whole, stalled, seconds = protocol.expected_of(message.body)
+        self.cost.take(EngineCost(*seconds, stalled))
         self.host.show_cost(self)
         request.is_ahead, request.told = False, request.codes[:0]  # the engine waits for an answer, even the same
         self.host.manager.end_prefetch(request.context)
-        self.host.manager.expect(blocks, request.context, before=before, is_whole=bool(is_whole))
+        self.host.manager.expect(blocks, request.context, before=before, is_whole=is_whole)
         self._change(request)
 
     def _release(self, message: Message) -> None:
