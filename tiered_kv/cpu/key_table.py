@@ -13,6 +13,7 @@ table addressing", VLDB 1980): each time one bucket is split, and no other key m
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -323,6 +324,22 @@ class KeyTable:
 def key_hashes(keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """Return `zlib.crc32` of each row. It is affine: the exclusive or of one value for each byte and a constant."""
     count, key_bytes = keys.shape
+    if count < _CHUNK:  # such as a segment's
+        content = keys.tobytes()
+        ends = range(0, count * key_bytes, key_bytes) if key_bytes else (0,) * count
+        return np.fromiter((zlib.crc32(content[at : at + key_bytes]) for at in ends), np.uint32, count)
+    constant, tables = _crc_tables(key_bytes)
+    hashes = np.full(count, constant, np.uint32)
+    for first in range(0, count, _CHUNK):
+        of_part = hashes[first : first + _CHUNK]
+        for column, table in zip(np.ascontiguousarray(keys[first : first + _CHUNK].T), tables, strict=True):
+            of_part ^= table.take(column)
+    return hashes
+
+
+@functools.lru_cache(maxsize=4)  # making them takes some 10,000 checksums
+def _crc_tables(key_bytes: int) -> tuple[int, list[NDArray[np.uint32]]]:
+    """Return the checksum of `key_bytes` zeros, and by column what each value of a byte changes in it."""
     zeros = bytes(key_bytes)
     constant = zlib.crc32(zeros)
     tables = [
@@ -332,12 +349,7 @@ def key_hashes(keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
         )
         for column in range(key_bytes)
     ]
-    hashes = np.full(count, constant, np.uint32)
-    for first in range(0, count, _CHUNK):
-        of_part = hashes[first : first + _CHUNK]
-        for column, table in zip(np.ascontiguousarray(keys[first : first + _CHUNK].T), tables, strict=True):
-            of_part ^= table.take(column)
-    return hashes
+    return constant, tables
 
 
 def _ordered(
