@@ -35,7 +35,7 @@ class Directory:
             self._entry["encryption"] = {"keys": {1: secrets.token_hex(32)}}
 
     def open(self) -> SecondaryTierManager:
-        spec = TierSpec("nvme", self.rows.block_bytes)
+        spec = TierSpec("nvme", self.rows.block_bytes, bytes(16))  # the namespace in which it is opened again
         return SecondaryTierFactory.create(spec, self.rows.region.kv_view, self._entry)
 
 
