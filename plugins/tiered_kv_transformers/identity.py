@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from tiered_kv.engines.facts import counting_variables
-from tiered_kv_transformers import block_keys
 from tiered_kv_transformers import layout as block_layout
+from tiered_kv_transformers.block_keys import ALGORITHM
 from tiered_kv_transformers.layout import CacheLayout
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def namespace_fields(model: Any, layout: CacheLayout, weights: Weights) -> dict[
     return {
         "dtype": str(layout.dtype).removeprefix("torch."),
         "layout": block_layout.NAME,
-        "hash_algorithm": block_keys.ALGORITHM,
+        "hash_algorithm": ALGORITHM,
         "layers": layout.layers,
         "groups": (f"full attention, {layout.kv_heads} heads of {layout.head_dim}",),
         "extra": extra,

@@ -239,7 +239,7 @@ def settle_at_host(engine: Any, manager: Any) -> None:
     step(engine)
     if not manager.is_attached:
         return
-    step_until(engine, lambda: not manager._transfers or not manager.is_attached)
+    step_until(engine, lambda: not manager._requests.transfers or not manager.is_attached)
     if not manager.is_attached:
         return
     link = manager.link
