@@ -124,13 +124,19 @@ FAULTS: dict[str, tuple[MakeTier, str, str]] = {
 }
 
 
+class HastyConformance(TierConformance):
+    """The suite, in less time: a tier that starves stores does so for as long as the suite waits."""
+
+    wait_s = 1.0
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_tier_that_breaks_the_contract_is_found(fault: str) -> None:
     make_tier, check, says = FAULTS[fault]
     rig = TierRig(lambda spec, view: make_tier(view), num_blocks=512, block_bytes=512, wait_s=0.1)
     arguments = ARGUMENTS.get(check, {})
     with pytest.raises(AssertionError) as failure:
-        getattr(TierConformance(), check)(rig, **arguments)
+        getattr(HastyConformance(), check)(rig, **arguments)
     assert says in str(failure.value)
     rig.close()
 

@@ -31,7 +31,7 @@ from tiered_kv.system import step
 from tiered_kv.system.step import IDLE_WAIT_S_MAX, Step
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv.toolkit import Outcome, blocking, jobs
+from tiered_kv.toolkit import Outcome, blocking, concurrency
 from tiered_kv.toolkit.blocking import BUSY_WAIT_S_MAX
 
 
@@ -137,7 +137,7 @@ def test_stores_that_hang_leave_a_thread_for_loads(make_stage: MakeStage) -> Non
 
 
 def test_a_store_that_hangs_does_not_stop_the_others(make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "STALL_S", 0.01, raising=False)
+    monkeypatch.setattr(concurrency, "STALL_S", 0.01)
     stage = make_stage(DictTier, threads=3, part_blocks=1)
     hanging = make_keys(1, "hangs")
     stage.tier.before = lambda operation, keys: stage.gate.wait(PATIENCE_S) if keys[0] == hanging[0] else None
