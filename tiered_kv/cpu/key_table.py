@@ -1,8 +1,8 @@
 """A map from keys to numbers that takes little memory, and never pauses: for indexes of millions of blocks.
 
-`PrimaryRows` has one from key to row, and a tier that keeps an index in memory may have one from key to place. One
-thread writes at a time. Any thread may read meanwhile, without a lock: it finds a key that is in the table from before
-its call until after it. A key is compared whole, so a number is never that of another key.
+A tier that keeps an index in memory has one from key to place, as nvme does. One thread writes at a time. Any thread
+may read meanwhile, without a lock: it finds a key that is in the table from before its call until after it. A key is
+compared whole, so a number is never that of another key.
 
 A dictionary needs two or three objects a key, takes 150 to 200 B, and moves all its entries at once when it grows or
 has had many deletions (0.14 s for a million). Here a key and its number are a record in one of many buckets. A bucket
