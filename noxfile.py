@@ -159,13 +159,13 @@ def torch(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """The slow tests, but for proofs and engines."""
     left_out = (f"--ignore={path}" for path in ("tests/trust", *ENGINE_TESTS))
-    pytest(session, "-m", "slow", *sample(160, 3), *left_out)
+    pytest(session, "-m", "slow", *sample(200, 4), *left_out)
 
 
 @nox.session(venv_backend="none", requires=["install"])
 def proofs(session: nox.Session) -> None:
     """The slow proofs of docs/explanation/guarantees.md; `-- --trust full` tries every case."""
-    pytest(session, "-m", "slow and trust", *sample(48, 2), "tests/trust")
+    pytest(session, "-m", "slow and trust", *sample(60, 3), "tests/trust")
 
 
 @nox.session(venv_backend="none")
@@ -180,7 +180,7 @@ def engines(session: nox.Session) -> None:
     own = {variable: str(place(session) / "engines" / name / "bin" / "python") for name, variable in ENGINES.items()}
     session.env.update(own)
     session.env["PYTHONDONTWRITEBYTECODE"] = ""  # an engine's modules are many, and the environments are ours
-    pytest(session, "-m", "slow", *sample(60, 3), *ENGINE_TESTS)
+    pytest(session, "-m", "slow", *sample(60, 5), *ENGINE_TESTS)
 
 
 @nox.session(venv_backend="none")
