@@ -11,12 +11,14 @@ here, 40 in the segment's table. No block is an object that the garbage collecto
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.key_table import KeyTable, key_hashes
 from tiered_kv_nvme.layout import Hashes
 from tiered_kv_nvme.segment import Segment
 
+ANSWERS_MAX: Final = 1 << 14  # answers that `Answers` keeps
 _ORDINAL_BITS = 32
 _ORDINAL_MASK = (1 << _ORDINAL_BITS) - 1
 
@@ -33,17 +35,40 @@ def ordinal_of(place: int) -> int:
     return place & _ORDINAL_MASK
 
 
+class Answers(dict[OffloadKey, bool]):
+    """Whether the index has a block, kept from the first question to the next change of the index.
+
+    An engine asks for its waiting requests in each step, and a dictionary answers faster than the table. Only the
+    scheduler's thread asks. It takes the present `answers` first, so an answer from before a change goes with them.
+    """
+
+    __slots__ = ("_places",)
+
+    def __init__(self, places: KeyTable) -> None:
+        self._places = places
+
+    def __missing__(self, key: OffloadKey) -> bool:
+        if len(self) >= ANSWERS_MAX:
+            self.clear()
+        answer = self[key] = key in self._places
+        return answer
+
+
 class BlockIndex:
     """Places by key. The caller of a method whose docstring begins with "Locked" holds the pool's lock."""
 
     def __init__(self) -> None:
-        self.places = KeyTable()  # `clear` replaces it: do not keep a reference
-        self.changes = 0  # counted after each change, so that answers from before it can be told
+        self.use(KeyTable())
+
+    def use(self, places: KeyTable) -> None:
+        """Locked. Replace the table."""
+        self.places = places  # `clear` replaces it: do not keep a reference
+        self.answers = Answers(places)  # replaced after each change
 
     def add(self, keys: Sequence[OffloadKey], first_place: int) -> None:
         """Locked. Enter a batch's blocks; their places follow from `first_place`."""
         self.places.set_many(keys, range(first_place, first_place + len(keys)))
-        self.changes += 1
+        self.answers = Answers(self.places)
 
     def move(self, keys: Sequence[OffloadKey], first_place: int, old_places: Sequence[int]) -> None:
         """Locked. Enter the new places of those blocks that are still at their old ones."""
@@ -56,19 +81,23 @@ class BlockIndex:
         if self.places.get(key) != place:
             return False
         self.places.pop(key)
-        self.changes += 1
+        self.answers = Answers(self.places)
         return True
 
-    def evict(self, segment: Segment, ordinals: range) -> dict[int, OffloadKey]:
-        """Locked. Remove those of a segment's blocks that are still there; return their keys by ordinal."""
+    def evict(self, segment: Segment, ordinals: range) -> tuple[list[int], list[OffloadKey]]:
+        """Locked. Remove those of a segment's blocks that are still there; return their ordinals and keys."""
         table, first = segment.table, place_of(segment.slot, ordinals.start)
         if table.hashes is None:
             keys = zip(ordinals, table.keys(ordinals), strict=True)
-            return {at: key for at, key in keys if self.drop(key, place_of(segment.slot, at))}
-        hashes = table.hashes[ordinals.start : ordinals.stop].tolist()
-        popped = self.places.pop_numbers(hashes, range(first, first + len(ordinals)))
-        self.changes += 1
-        return {at: OffloadKey(key) for at, key in zip(ordinals, popped, strict=True) if key is not None}
+            found = [(at, key) for at, key in keys if self.drop(key, place_of(segment.slot, at))]
+        else:
+            hashes = table.hashes[ordinals.start : ordinals.stop].tolist()
+            popped = self.places.pop_numbers(hashes, range(first, first + len(ordinals)))
+            self.answers = Answers(self.places)
+            if None not in popped:
+                return list(ordinals), [OffloadKey(key) for key in popped if key is not None]
+            found = [(at, OffloadKey(key)) for at, key in zip(ordinals, popped, strict=True) if key is not None]
+        return [at for at, _ in found], [key for _, key in found]
 
     def keys_of(self, segment: Segment, ordinals: Sequence[int]) -> list[OffloadKey | None]:
         """Return the keys of a segment's blocks; None for a block that is not in the index, or is elsewhere.
@@ -90,6 +119,6 @@ class BlockIndex:
 
     def clear(self) -> KeyTable:
         """Locked. Begin an empty index, and return the old table, which takes long to give back."""
-        old, self.places = self.places, KeyTable()
-        self.changes += 1
+        old = self.places
+        self.use(KeyTable())
         return old

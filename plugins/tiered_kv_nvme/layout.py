@@ -207,6 +207,11 @@ class EntryTable:
         offset, stored_bytes = _SPAN.unpack_from(self._entries, ordinal * ENTRY_BYTES)
         return offset, stored_bytes
 
+    def stored_bytes(self, ordinals: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        """Return the sizes of some payloads."""
+        sizes: np.ndarray[Any, np.dtype[np.uint32]] = np.frombuffer(self._entries, _ENTRY_COLUMNS)["stored"][ordinals]
+        return sizes
+
     def keys(self, ordinals: range | Sequence[int] | None = None) -> list[OffloadKey]:
         """Return the keys of some entries, by default of all. The keys have not been forgotten."""
         assert self.hashes is None
@@ -243,7 +248,7 @@ class EntryTable:
         except BaseException:  # columns of different lengths would misnumber later entries
             del self.states[count:], self._entries[count * ENTRY_BYTES :], self._keys[key_end:]
             raise
-        self._note_lengths({len(key) for key in keys})
+        self._note_lengths(set(map(len, keys)))
 
     def extend(self, other: EntryTable) -> None:
         """Add the entries of another table, which has its keys."""

@@ -13,8 +13,10 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.units import rounded_seconds
@@ -23,16 +25,16 @@ from tiered_kv.system.file_systems import is_of_place
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.system.step import give_way
 from tiered_kv.system.threads import start_thread
-from tiered_kv.toolkit.codecs import Draft
 from tiered_kv.toolkit.small_files import has_name, told
 from tiered_kv_nvme.disk import StoreCounters
 from tiered_kv_nvme.index import place_of
+from tiered_kv_nvme.layout import SegmentEntry
 from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool
 from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.reader import BlockReader, neighbours
 from tiered_kv_nvme.segment import NoSegment, Segment, SegmentFiles, SegmentState, Unlinked
 from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX
-from tiered_kv_nvme.writer import BatchWriter, Payload
+from tiered_kv_nvme.writer import BatchWriter, Payloads
 
 _RETRY_S = 0.1  # the pause after a failure, or while free segments are missing
 _GROW_RETRY_S = 5.0  # how often to check whether the capacity and the file system have room for one more segment
@@ -239,16 +241,14 @@ class Reclaimer:
                     waiting.extendleft([ordinal] for ordinal in ordinals)  # each alone, to find the bad place
                 continue
             keys: list[OffloadKey] = []
-            moving: list[Payload] = []
+            moving: list[tuple[memoryview, SegmentEntry]] = []
             places: list[int] = []
             for ordinal, key, data in zip(ordinals, self.pool.index.keys_of(segment, ordinals), payloads, strict=True):
                 if key is not None and data is not None:
-                    entry = segment.table[ordinal]
                     keys.append(key)
-                    # Payloads move as they are stored, so encrypted ones need no key.
-                    moving.append(Payload(Draft(entry.codec, 0, data), entry.checksum))
+                    moving.append((data, segment.table[ordinal]))
                     places.append(place_of(segment.slot, ordinal))
-            moved, _ = self.writer.write(keys, moving, epoch, places)
+            moved, _ = self.writer.write(keys, _as_stored(moving), epoch, places)
             self.counters.add("relocated_blocks_total", count=moved)
             if moved < len(keys):
                 return
@@ -260,13 +260,13 @@ class Reclaimer:
             with self.pool.changed:
                 if segment.epoch != self.pool.epoch:
                     return  # a reset has emptied it
-                evicted = self.pool.index.evict(segment, range(start, min(start + CHUNK_KEYS, len(table))))
-                self.pool.events.removed(evicted.values())
-            states = [table.states[at] for at in evicted]
-            unread = [at for at, state in zip(evicted, states, strict=True) if not state & READ]
-            self.counters.add("evicted_blocks_total", count=len(evicted))
-            self.counters.add("wasted_bytes_total", count=sum(table.span(at)[1] for at in unread))
-            self.pool.worth.remember_evicted(list(evicted.values()), states)
+                ordinals, keys = self.pool.index.evict(segment, range(start, min(start + CHUNK_KEYS, len(table))))
+                self.pool.events.removed(keys)
+            states = np.array(table.states)[ordinals]
+            wasted = table.stored_bytes(ordinals)[states & READ == 0]
+            self.counters.add("evicted_blocks_total", count=len(keys))
+            self.counters.add("wasted_bytes_total", count=int(wasted.sum(dtype=np.int64)))
+            self.pool.worth.remember_evicted(keys, states)
             time.sleep(PAUSE_S)
 
     def _use_again(self, segment: Segment) -> bool:
@@ -315,6 +315,13 @@ class Reclaimer:
             return True
         self._excess_after_s = now_s + _GROW_RETRY_S
         return False
+
+
+def _as_stored(moving: Sequence[tuple[memoryview, SegmentEntry]]) -> Payloads:
+    """Return payloads that move as they are stored, so encrypted ones need no key."""
+    entries = [entry for _, entry in moving]
+    sizes, codec_ids = [entry.stored_bytes for entry in entries], [entry.codec for entry in entries]
+    return Payloads([data for data, _ in moving], sizes, codec_ids, [entry.checksum for entry in entries], ())
 
 
 def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:

@@ -78,7 +78,7 @@ def _adopt(found: Sequence[Segment], pool: SegmentPool, threads: int) -> None:
     places, hashes = _index_of(found, threads)
     resumable: Segment | None = None
     with pool.changed:
-        pool.index.places = places
+        pool.index.use(places)
         for segment in found:
             pool.adopt(segment)
             if len(segment.table) and not (segment.damaged or segment.is_copied or segment.refused_offset):

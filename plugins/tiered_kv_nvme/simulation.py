@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.toolkit.codecs import RAW_ID
@@ -109,8 +111,8 @@ class NvmeKeys(KeyStore):
                 while keys and (count := self._write(keys, WriteStream.RELOCATIONS, places)):
                     keys, places = keys[count:], places[count:]
         with pool.changed:
-            gone = pool.index.evict(segment, range(len(table)))
-            pool.worth.remember_evicted(list(gone.values()), [table.states[at] for at in gone])
+            ordinals, gone = pool.index.evict(segment, range(len(table)))
+            pool.worth.remember_evicted(gone, np.array(table.states)[ordinals])
             self.evicted_blocks += len(gone)
             segment.renew(pool.next_generation())
             pool.adopt(segment)

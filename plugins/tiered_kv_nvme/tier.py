@@ -31,7 +31,6 @@ PART_BLOCKS_MIN = 16
 compressed or encrypted blocks the least is 1, since each thread has a buffer for a part of them."""
 STORE_PART_BLOCKS_MIN = 64  # in a store: no request waits for it. With 16 a server that only stored took 3 % longer.
 ABSENT_MAX: Final = 4096  # touched blocks that the directory lacks, until they are taken
-ANSWERS_MAX: Final = 1 << 14  # answers that `lookup` keeps
 _ROOM_TIMEOUT_MAX_S: Final = 5.0  # how long a store waits for a free segment, at most
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
 
@@ -71,22 +70,12 @@ class NvmeTier(BlockingTier):
             raise
         self.epoch = self._store.epoch
         self._absent: deque[OffloadKey] = deque(maxlen=ABSENT_MAX)  # touched; the scheduler's thread owns it
-        self._pool = self._store.pool  # saves an attribute lookup per call of `lookup`
-        self._answers: dict[OffloadKey, bool] = {}
-        """Of `lookup`, since the index changed last: an engine asks for its waiting requests in each step."""
-        self._answered_at = -1  # `SegmentPool.changes` of these answers
+        self._index = self._store.pool.index  # saves two attribute lookups per call of `lookup`
 
     # The scheduler's thread.
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        pool = self._pool
-        changes = pool.index.changes  # read first: an answer that is from before a change is not kept after it
-        if changes != self._answered_at or len(self._answers) >= ANSWERS_MAX:
-            self._answers, self._answered_at = {}, changes
-        elif (answer := self._answers.get(key)) is not None:
-            return answer
-        answer = self._answers[key] = pool.index.places.get(key) >= 0
-        return answer
+        return self._index.answers[key]
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         return [*self._store.contains(keys)]
@@ -115,7 +104,7 @@ class NvmeTier(BlockingTier):
         return True
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return self._pool.events.take(self.block_bytes, self.name)
+        return self._store.pool.events.take(self.block_bytes, self.name)
 
     @property
     def relocated_blocks(self) -> int:

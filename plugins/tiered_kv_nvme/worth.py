@@ -54,6 +54,7 @@ _FIRST_AGES = [(bucket, _BUCKETS.index(bucket)) for bucket in sorted(set(_BUCKET
 """Each bucket that an age in whole ticks can have, and its first age."""
 _BLOCKS_AT_ONCE = 1 << 14  # about 100 us
 
+States = np.ndarray[Any, np.dtype[np.uint16]]
 _Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 _digest = xxhash.xxh3_64_intdigest
 
@@ -104,10 +105,10 @@ class Worth:
             self._last_uses[uses][now % _AGES] += 1
             table.states[ordinal] = now << _TICK_SHIFT | state & READ | read | uses
 
-    def remember_evicted(self, keys: Sequence[OffloadKey], states: Sequence[int]) -> None:
+    def remember_evicted(self, keys: Sequence[OffloadKey], states: Sequence[int] | States) -> None:
         """Remember the states of evicted blocks; a block replaces another one that has its slot."""
         digests, slots = self._slots(keys)
-        evicted = ((digests >> 48 | 1) << 16 | np.array(states, np.uint64)).astype(np.uint32)
+        evicted = ((digests >> 48 | 1) << 16 | np.asarray(states, np.uint64)).astype(np.uint32)
         displaced = self._evicted[slots]
         by_slot = np.argsort(slots, kind="stable")  # where two blocks have one slot, the later displaces the earlier
         again = slots[by_slot[1:]] == slots[by_slot[:-1]]

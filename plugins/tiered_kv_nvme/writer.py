@@ -14,14 +14,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.reasons import Reason
 from tiered_kv.system.file_systems import is_of_place, is_stuck
 from tiered_kv.system.step import give_way
-from tiered_kv.toolkit.codecs import CodecSet, Draft, ThreadBuffer, binding_of
+from tiered_kv.toolkit.codecs import RAW_ID, CodecSet, Draft, ThreadBuffer, binding_of
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv.toolkit.small_files import write_all
 from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
@@ -38,11 +38,20 @@ PLACES_MAX = 4
 """How many places on the disk one batch tries, while places refuse it and the disk takes writes elsewhere."""
 
 
-class Payload(NamedTuple):
-    """A block's stored form, and its checksum, which is None before encryption."""
+class Payloads(NamedTuple):
+    """The stored forms of some blocks, by columns: an object for each block would cost more than its checksum."""
 
-    draft: Draft
-    checksum: bytes | None
+    contents: Sequence[memoryview]  # before encryption
+    sizes: Sequence[int]  # as stored, in bytes
+    codec_ids: Sequence[int]
+    checksums: Sequence[bytes]  # of what is stored; empty before encryption
+    drafts: Sequence[Draft]  # of blocks to encrypt; otherwise empty
+
+    def part(self, start: int, end: int) -> Payloads:
+        contents, sizes, codec_ids, checksums, drafts = self
+        return Payloads(
+            contents[start:end], sizes[start:end], codec_ids[start:end], checksums[start:end], drafts[start:end]
+        )
 
 
 @dataclass(eq=False)
@@ -71,8 +80,8 @@ class BatchWriter:
         If the cache was reset since `epoch`, no block is stored. After the deadline no batch begins: the caller may
         have given the memory to other blocks.
         """
-        places = self.pool.index.places
-        wanted = {key: block for key, block in zip(keys, blocks, strict=True) if key not in places}
+        places = self.pool.index.places.get_many(keys)
+        wanted = {key: block for key, block, place in zip(keys, blocks, places, strict=True) if place < 0}
         if not wanted:
             return ALL_DONE
         fitting = [key for key in wanted if 0 < len(key) <= KEY_BYTES_MAX]
@@ -80,7 +89,7 @@ class BatchWriter:
         stored: set[OffloadKey] = set()
         for start in range(0, len(fitting), BATCH_BLOCKS_MAX):
             batch_keys = fitting[start : start + BATCH_BLOCKS_MAX]
-            payloads = [self._prepare(wanted[key]) for key in batch_keys]
+            payloads = self._prepare([wanted[key] for key in batch_keys])
             if time.monotonic() >= deadline:
                 reason = Reason.EXPIRED
                 break
@@ -93,15 +102,28 @@ class BatchWriter:
             return ALL_DONE
         return Outcome([key for key in keys if key in stored or key not in wanted], reason)
 
-    def _prepare(self, block: memoryview) -> Payload:
-        give_way()
-        draft = self.codecs.draft(block)
-        return Payload(draft, checksum(draft.content) if draft.cipher is None else None)
+    def _prepare(self, blocks: Sequence[memoryview]) -> Payloads:
+        """Compress blocks as far as the codec does, and compute their checksums unless they are to be encrypted."""
+        if self.codecs.writes_raw:
+            checksums = []
+            for block in blocks:
+                give_way()
+                checksums.append(checksum(block))
+            return Payloads(blocks, list(map(len, blocks)), [RAW_ID] * len(blocks), checksums, ())
+        drafts: list[Draft] = []
+        for block in blocks:
+            give_way()
+            drafts.append(self.codecs.draft(block))
+        contents = [draft.content for draft in drafts]
+        columns = contents, [draft.payload_bytes for draft in drafts], [draft.codec_id for draft in drafts]
+        if self.codecs.encrypts:
+            return Payloads(*columns, (), drafts)
+        return Payloads(*columns, list(map(checksum, contents)), ())
 
     def write(
         self,
         keys: Sequence[OffloadKey],
-        payloads: Sequence[Payload],
+        payloads: Payloads,
         epoch: int,
         old_places: Sequence[int] | None = None,
         deadline: float = math.inf,
@@ -118,8 +140,7 @@ class BatchWriter:
         while done < len(keys):
             if refusals and time.monotonic() >= deadline:
                 return done, Reason.EXPIRED
-            rest = payloads[done:]
-            demand = Demand.of([payload.draft.payload_bytes for payload in rest], [len(key) for key in keys[done:]])
+            demand = Demand.of(payloads.sizes[done:], list(map(len, keys[done:])))
             reservation = self.pool.reserve(demand, epoch, timeout_s, stream)
             if reservation is None:
                 if epoch != self.pool.epoch:
@@ -135,7 +156,7 @@ class BatchWriter:
                 return done, Reason.NO_SPACE
             end = done + reservation.header.entry_count
             places = old_places[done:end] if old_places is not None else None
-            failure, is_bad_place = self._write_batch(reservation, keys[done:end], payloads[done:end], places)
+            failure, is_bad_place = self._write_batch(reservation, keys[done:end], payloads.part(done, end), places)
             if failure is None:
                 done, refusals = end, 0
             elif is_bad_place and old_places is None and refusals < PLACES_MAX - 1:
@@ -148,14 +169,14 @@ class BatchWriter:
         self,
         reservation: Reservation,
         keys: Sequence[OffloadKey],
-        payloads: Sequence[Payload],
+        payloads: Payloads,
         old_places: Sequence[int] | None,
     ) -> tuple[Reason | None, bool]:
         """Write a batch and add its blocks to the index; return why that failed, and whether its place is bad."""
         segment, header = reservation.segment, reservation.header
         try:
             gather = self.gather and old_places is None
-            gather = gather and self.memory.suits(payload.draft.content for payload in payloads)
+            gather = gather and self.memory.suits(payloads.contents)
             entries, buffers = self._lay_out(header, keys, payloads, gather=gather)
             try:
                 write_all(segment.fd, buffers, header.offset, pwritev=self.disk.pwritev)
@@ -198,7 +219,7 @@ class BatchWriter:
         return is_bad_place
 
     def _lay_out(
-        self, header: BatchHeader, keys: Sequence[OffloadKey], payloads: Sequence[Payload], *, gather: bool
+        self, header: BatchHeader, keys: Sequence[OffloadKey], payloads: Payloads, *, gather: bool
     ) -> tuple[bytes, list[memoryview]]:
         """Return a batch's entries, encoded, and the buffers to write.
 
@@ -206,18 +227,19 @@ class BatchWriter:
         into which blocks are copied or encrypted.
         """
         batch = self._scratch.take(header.header_bytes if gather else header.batch_bytes)
-        drafts = [payload.draft for payload in payloads]
-        checksums = [payload.checksum for payload in payloads if payload.checksum is not None]
-        sizes = [draft.payload_bytes for draft in drafts]
-        *starts, end = accumulate(sizes, initial=header.header_bytes)
+        contents, sizes, codec_ids, checksums, drafts = payloads
+        assert not (gather and drafts), "a block to encrypt is never gathered"
+        ends = list(accumulate(sizes, initial=header.header_bytes))
+        if drafts:
+            for key, draft, at, end in zip(keys, drafts, ends, ends[1:], strict=False):
+                draft.write_into(batch[at:end], binding_of(self.pool.digest, key))
+            checksums = [checksum(batch[at:end]) for at, end in pairwise(ends)]  # of blocks as they are stored
+        elif not gather:
+            for content, at, end in zip(contents, ends, ends[1:], strict=False):
+                batch[at:end] = content
         if not gather:
-            for key, draft, at, size in zip(keys, drafts, starts, sizes, strict=True):
-                draft.write_into(batch[at : at + size], binding_of(self.pool.digest, key))
-            if len(checksums) < len(drafts):  # of encrypted blocks, as they are stored
-                checksums = [checksum(batch[at : at + size]) for at, size in zip(starts, sizes, strict=True)]
-            batch[end:] = bytes(len(batch) - end)
-        assert len(checksums) == len(drafts), "a block to encrypt is never gathered"
-        offsets = [header.offset + at for at in starts]
-        entries = encode_entries(keys, offsets, sizes, [draft.codec_id for draft in drafts], checksums)
+            batch[ends[-1] :] = bytes(len(batch) - ends[-1])
+        offsets = [header.offset + at for at in ends[:-1]]
+        entries = encode_entries(keys, offsets, sizes, codec_ids, checksums)
         header.encode(batch[: header.header_bytes], entries, keys)
-        return entries, [batch, *[draft.content for draft in drafts]] if gather else [batch]
+        return entries, [batch, *contents] if gather else [batch]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from struct import Struct
 from typing import Final
@@ -146,14 +146,14 @@ class KeyTable:
                 return self.get(key)
         return self._others.get(key, -1) if self._others else -1
 
-    def get_many(self, keys: Iterable[bytes]) -> list[int]:
+    def get_many(self, keys: Collection[bytes]) -> list[int]:
         """Return the number of each key; -1 if it has none. Any thread."""
         buckets, key_bytes, size, unpack = self._buckets, self._key_bytes, self._record_bytes, self._number.unpack_from
-        crc32, numbers = zlib.crc32, list[int]()
-        for key in keys:  # `get`, without its call
+        numbers = list[int]()
+        for key, index in zip(keys, map(zlib.crc32, keys), strict=True):  # `get`, without its call
             if len(key) == key_bytes:
                 count, mask = len(buckets), self._mask
-                index = crc32(key) & mask
+                index &= mask
                 bucket = buckets[index if index < count else index & (mask >> 1)]
                 at = bucket.find(key)
                 if at >= 0 and not at % size:
@@ -169,18 +169,18 @@ class KeyTable:
         """Give `key` a number, in place of one that it has. The writer's thread."""
         self.set_many((key,), (number,))
 
-    def set_many(self, keys: Sequence[bytes], numbers: Iterable[int]) -> None:
+    def set_many(self, keys: Sequence[bytes], numbers: Sequence[int]) -> None:
         """Give each key a number, in place of one that it has. The writer's thread."""
         if self._key_bytes < 0 and keys and keys[0]:
             self._use_length(len(keys[0]))
         key_bytes, size, pack, others = self._key_bytes, self._record_bytes, self._number.pack, self._others
-        buckets = self._buckets
-        crc32, mask, count = zlib.crc32, self._mask, len(buckets)
-        for key, number in zip(keys, numbers, strict=True):
+        buckets, limit = self._buckets, _RECORDS_MAX * self._record_bytes
+        mask, count = self._mask, len(buckets)
+        for key, number, encoded, index in zip(keys, numbers, map(pack, numbers), map(zlib.crc32, keys), strict=True):
             if len(key) != key_bytes or (others and key in others):
                 self._set_other(key, number)
                 continue
-            index = crc32(key) & mask
+            index &= mask
             if index >= count:
                 index &= mask >> 1
             bucket = buckets[index]
@@ -188,9 +188,9 @@ class KeyTable:
             if at > 0 and at % size:
                 at = self._find(bucket, key, at)
             if at >= 0:
-                buckets[index] = b"".join((bucket[: at + key_bytes], pack(number), bucket[at + size :]))
-            elif len(bucket) < _RECORDS_MAX * size:
-                buckets[index] = bucket + (key + pack(number))
+                buckets[index] = b"".join((bucket[: at + key_bytes], encoded, bucket[at + size :]))
+            elif len(bucket) < limit:
+                buckets[index] = bucket + (key + encoded)
                 self._count += 1
                 if self._count > _RECORDS * count:
                     self._split()
@@ -214,14 +214,14 @@ class KeyTable:
             del self._crowded[number]
         return number
 
-    def find_numbers(self, hashes: Iterable[int], numbers: Iterable[int]) -> list[bytes | None]:
+    def find_numbers(self, hashes: Iterable[int], numbers: Sequence[int]) -> list[bytes | None]:
         """Return the keys that have some numbers; None where no key of length `key_bytes` has one. Any thread.
 
         No two keys may have one number. `hashes` are the `key_hashes` of the wanted keys.
         """
         return self._with_numbers(hashes, numbers, removes=False)
 
-    def pop_numbers(self, hashes: Iterable[int], numbers: Iterable[int]) -> list[bytes | None]:
+    def pop_numbers(self, hashes: Iterable[int], numbers: Sequence[int]) -> list[bytes | None]:
         """Remove and return the keys that have some numbers; see `find_numbers`. The writer's thread."""
         return self._with_numbers(hashes, numbers, removes=True)
 
@@ -244,22 +244,23 @@ class KeyTable:
                 yield bucket[at : at + key_bytes], unpack(bucket, at + key_bytes)[0]
         yield from list(self._others.items())
 
-    def _with_numbers(self, hashes: Iterable[int], numbers: Iterable[int], *, removes: bool) -> list[bytes | None]:
+    def _with_numbers(self, hashes: Iterable[int], numbers: Sequence[int], *, removes: bool) -> list[bytes | None]:
         buckets, size, key_bytes, pack = self._buckets, self._record_bytes, self._key_bytes, self._number.pack
         count, mask = len(buckets), self._mask
         keys: list[bytes | None] = []
-        for each, number in zip(hashes, numbers, strict=True):
-            index = each & mask
+        for index, number, wanted in zip(hashes, numbers, map(pack, numbers), strict=True):
+            index &= mask
             if index >= count:
                 index &= mask >> 1
-            bucket, wanted = buckets[index], pack(number)
+            bucket = buckets[index]
             at = bucket.find(wanted, key_bytes)
             while at >= 0 and (at - key_bytes) % size:  # a key may contain these bytes
                 at = bucket.find(wanted, at + 1)
             if at >= 0:
-                keys.append(bucket[at - key_bytes : at])
+                begin = at - key_bytes
+                keys.append(bucket[begin:at])
                 if removes:
-                    buckets[index] = bucket[: at - key_bytes] + bucket[at - key_bytes + size :]
+                    buckets[index] = bucket[:begin] + bucket[begin + size :]
                     self._count -= 1
             else:
                 keys.append(self._crowded.get(number) if self._crowded else None)
@@ -306,8 +307,8 @@ class KeyTable:
         stays: list[bytes] = []
         moves: list[bytes] = []
         for at in range(0, len(bucket), size):
-            record = bucket[at : at + size]
-            (moves if zlib.crc32(record[:key_bytes]) & half else stays).append(record)
+            moving = zlib.crc32(bucket[at : at + key_bytes]) & half
+            (moves if moving else stays).append(bucket[at : at + size])
         buckets.append(b"".join(moves))
         buckets[old] = b"".join(stays)
 
@@ -325,9 +326,8 @@ def key_hashes(keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """Return `zlib.crc32` of each row. It is affine: the exclusive or of one value for each byte and a constant."""
     count, key_bytes = keys.shape
     if count < _CHUNK:  # such as a segment's
-        content = keys.tobytes()
-        ends = range(0, count * key_bytes, key_bytes) if key_bytes else (0,) * count
-        return np.fromiter((zlib.crc32(content[at : at + key_bytes]) for at in ends), np.uint32, count)
+        each = np.ascontiguousarray(keys).view(f"V{key_bytes}").ravel().tolist() if key_bytes else [b""] * count
+        return np.fromiter(map(zlib.crc32, each), np.uint32, count)
     constant, tables = _crc_tables(key_bytes)
     hashes = np.full(count, constant, np.uint32)
     for first in range(0, count, _CHUNK):

@@ -124,12 +124,12 @@ class CodecSet:
         codec_id = CODEC_IDS[name]
         self.name = name
         self.writes_raw = codec_id == RAW_ID  # whether blocks are stored unchanged
-        encrypts = codec_id in ENCRYPTED_IDS
-        assert cipher is not None or not encrypts, "there is a key to write with"
-        self.accepts_plain = accept_plain or not encrypts
-        self.overhead_bytes = ENVELOPE_BYTES if encrypts else 0  # by how much a written payload may exceed its block
+        self.encrypts = codec_id in ENCRYPTED_IDS  # what it writes
+        assert cipher is not None or not self.encrypts, "there is a key to write with"
+        self.accepts_plain = accept_plain or not self.encrypts
+        self.overhead_bytes = ENVELOPE_BYTES if self.encrypts else 0  # by how much a payload may exceed its block
         self._cipher = cipher
-        self._write_cipher = cipher if encrypts else None
+        self._write_cipher = cipher if self.encrypts else None
         self._compresses = codec_id in COMPRESSED_IDS
         if self._compresses:
             self._zstd = Zstd()
