@@ -10,6 +10,7 @@ stay true: redis-py makes one attempt, with a timeout, and printed arguments sho
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
@@ -58,11 +59,13 @@ class SendRoom:
 class Link:
     """A connection of redis-py, its socket with or without TLS, and its buffers; one thread at a time."""
 
-    def __init__(self, connection: Connection, sock: socket.socket, opened_s: float) -> None:
+    def __init__(
+        self, connection: Connection, sock: socket.socket, opened_s: float, silence_s: float = math.inf
+    ) -> None:
         self.connection = connection
         self.opened_s = opened_s
         """When the connection began to be made, in seconds of `time.monotonic()`."""
-        self.stream = TlsStream(sock) if isinstance(sock, ssl.SSLSocket) else Stream(sock)
+        self.stream = (TlsStream if isinstance(sock, ssl.SSLSocket) else Stream)(sock, silence_s)
         self.replies = ReplyReader(self.stream)
         self.room = SendRoom()
         self.fd = sock.fileno()

@@ -6,6 +6,7 @@ connection is closed, so no reply belongs to another command.
 
 from __future__ import annotations
 
+import math
 import select
 import time
 from abc import ABC, abstractmethod
@@ -26,6 +27,8 @@ from tiered_kv_redis.replies import Buffer, Refusal, Reply
 
 Failures = dict[int, RedisReason]  # why blocks failed, by their position in a batch
 _STORED = b"+OK\r\n"
+_BLAMED_S = 0.05
+"""A server that had no more time than this before a deadline is not called down for its silence."""
 _LONG_BYTES = (1 << 20) - (1 << 10)
 """A server may close the connection for one value of this length: the least `client-query-buffer-limit` is 1 MiB."""
 
@@ -67,6 +70,7 @@ class Exchange(ABC):
         self.failures = failures
         self.count = len(positions)
         self.failure: RedisReason | None = None  # why the exchange ended early; None if it did not
+        self.is_blamed = True  # whether the failure, if any, says something about the server
         self.answered = 0  # commands, from the first on, with a reply that has been read
         self.longest_bytes = 0  # the longest value that it sends
 
@@ -78,8 +82,12 @@ class Exchange(ABC):
     def finish(self, link: Link, deadline: float) -> None:
         """Read the replies, counting each in `answered`, and send the remaining commands."""
 
-    def fail(self, reason: RedisReason) -> None:
-        """End the exchange early. Each block without a reply fails with the first reason of the exchange."""
+    def fail(self, reason: RedisReason, waited_s: float = math.inf) -> None:
+        """End the exchange early. Each block without a reply fails with the first reason of the exchange.
+
+        Before a timeout, the server had `waited_s` for its answer. It had less if other servers took the time.
+        """
+        self.is_blamed = self.is_blamed and (reason is not Reason.TIMEOUT or waited_s >= _BLAMED_S)
         self.failure = self.failure or reason
         for position in self.positions[self.answered :]:
             self.failures.setdefault(position, self.failure)
@@ -133,7 +141,7 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
             if ServerFailure.READ_ONLY in exchange.reasons():
                 exchange.node.renew()
             if exchange.failure:
-                exchange.node.drop(link, exchange.failure)
+                exchange.node.drop(link, exchange.failure if exchange.is_blamed else None)
             else:
                 exchange.node.give_back(link)
 
@@ -146,7 +154,10 @@ def _begin(exchange: Exchange, link: Link, deadline: float) -> None:
 
 
 def _finish_as_they_answer(begun: list[tuple[Exchange, Link]], deadline: float) -> None:
-    """Finish the exchanges in the order of the servers' answers; servers without an answer fail at the deadline."""
+    """Finish the exchanges in the order of the servers' answers.
+
+    A server without an answer fails at the deadline, or before it once all were silent for too long.
+    """
     if len(begun) == 1:  # no poll is needed
         exchange, link = begun[0]
         _guarded(exchange, link, exchange.finish, deadline)
@@ -155,16 +166,19 @@ def _finish_as_they_answer(begun: list[tuple[Exchange, Link]], deadline: float) 
     waiting = {link.fd: (exchange, link) for exchange, link in begun}
     for fd in waiting:
         poll.register(fd, select.POLLIN)
-    while waiting and (ready := poll.poll(max(0.0, deadline - time.monotonic()) * 1000)):
+    begun_s = time.monotonic()
+    end_s = min(deadline, begun_s + begun[0][0].node.silence_s) if begun else deadline
+    while waiting and (ready := poll.poll(max(0.0, end_s - time.monotonic()) * 1000)):
         for fd, _ in ready:
             poll.unregister(fd)
             exchange, link = waiting.pop(fd)
             _guarded(exchange, link, exchange.finish, deadline)
     for exchange, _ in waiting.values():
-        exchange.fail(Reason.TIMEOUT)
+        exchange.fail(Reason.TIMEOUT, time.monotonic() - begun_s)
 
 
 def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None], deadline: float) -> None:
+    began_s = time.monotonic()
     try:
         step(link, deadline)
     except (OSError, NodeError) as error:
@@ -174,7 +188,7 @@ def _guarded(exchange: Exchange, link: Link, step: Callable[[Link, float], None]
         if isinstance(error, ConnectionError) and (closes := exchange.closing_reason()) and exchange.node.answers():
             exchange.node.said[closes] = ""
             reason = closes
-        exchange.fail(reason)
+        exchange.fail(reason, time.monotonic() - began_s)
 
 
 class Calls(Exchange):

@@ -47,6 +47,7 @@ class Node:
 
     Attributes:
         said: The last text of a server or library, by reason; the servers of a tier share it.
+        silence_s: How long it may neither send nor take a byte during an exchange.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Node:
         on_connect: Callable[[], None] = lambda: None,
         on_failure: Callable[[], None] = lambda: None,
         said: MutableMapping[RedisReason, str] | None = None,
+        silence_s: float = math.inf,
     ) -> None:
         self.label = label
+        self.silence_s = silence_s
         self.said: MutableMapping[RedisReason, str] = {} if said is None else said
         self._pending_bytes_max: int | None = None
         self._narrow_until_s = -math.inf
@@ -209,7 +212,7 @@ class Node:
             self._close(connection)
             raise ConnectionError("the tier was closed")
         self._on_connect()
-        return Link(connection, sock, opened_s)
+        return Link(connection, sock, opened_s, self.silence_s)
 
     def _close(self, connection: Connection) -> None:
         connection.disconnect()  # type: ignore[no-untyped-call]  # redis-py annotates some of its methods only

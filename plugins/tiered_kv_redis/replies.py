@@ -6,6 +6,7 @@ nothing: lengths are checked first.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import ssl
@@ -31,12 +32,13 @@ class Stream:
     """A connected socket without TLS; one thread at a time.
 
     The kernel keeps the time (`SO_RCVTIMEO`), so a call needs no poll before it. Every method raises `TimeoutError`
-    after `deadline` (seconds of `time.monotonic()`), and another `OSError` when the connection is lost. After
-    either error, the stream cannot be used.
+    after `deadline` (seconds of `time.monotonic()`), or after `silence_s` without a byte, and another `OSError` when
+    the connection is lost. After either error, the stream cannot be used.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, silence_s: float = math.inf) -> None:
         self._sock = sock
+        self._silence_s = silence_s
         self._sock.settimeout(None)  # redis-py has set its own
         self._armed_us: dict[int, int] = {}  # the kernel's timeout, by socket option
 
@@ -69,8 +71,15 @@ class Stream:
         """Return how many bytes TLS has read and `receive` has not returned. `poll` does not show them."""
         return 0
 
+    def _wait_s(self, deadline: float) -> float:
+        """Return how long the next call may wait."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the deadline has passed")
+        return min(left_s, self._silence_s)
+
     def _arm(self, option: int, deadline: float) -> None:
-        left_us = max(1, int(_left_s(deadline) * 1e6))
+        left_us = max(1, int(self._wait_s(deadline) * 1e6))
         if not left_us <= self._armed_us.get(option, 0) <= left_us + _ARMED_SLACK_US:
             self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(left_us, 1_000_000)))
             self._armed_us[option] = left_us
@@ -85,11 +94,11 @@ class TlsStream(Stream):
         for part in parts:
             rest = memoryview(part)
             while rest:
-                self._sock.settimeout(_left_s(deadline))
+                self._sock.settimeout(self._wait_s(deadline))
                 rest = rest[self._sock.send(rest) :]
 
     def receive(self, views: Sequence[memoryview], deadline: float) -> int:
-        self._sock.settimeout(_left_s(deadline))
+        self._sock.settimeout(self._wait_s(deadline))
         count = self._sock.recv_into(views[0])
         if not count:
             raise ConnectionResetError("the server closed the connection")
@@ -97,13 +106,6 @@ class TlsStream(Stream):
 
     def pending_bytes(self) -> int:
         return self._sock.pending()
-
-
-def _left_s(deadline: float) -> float:
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("the deadline has passed")
-    return left_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import ClassVar, Literal, NamedTuple
@@ -96,6 +97,14 @@ class RedisSettings(CodecSettings):
         """The configured servers; the server of `url` or `host` is the first. Empty with a Unix socket."""
         first = () if self.host is None else (Address(self.host, self.port),)
         return first + tuple(map(_parse_address, self.nodes))
+
+    @property
+    def silence(self) -> float:
+        """How long a server may neither send nor take a byte, in seconds, before its blocks fail and it counts as down.
+
+        Of several servers, the other ones must not wait for it until the end of a transfer.
+        """
+        return self.connect_timeout if self.mode == "cluster" else math.inf
 
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
         sockets = (self.connections + 1) * max(1, len(self.addresses))

@@ -92,14 +92,14 @@ class Topology:
     @property
     def endpoints(self) -> str:
         """The known servers, or the ones of the settings, for messages."""
-        labels = sorted(node.label for node in self.nodes()) or [_label_of(each) for each in self._settings.addresses]
-        more = [f"{len(labels) - _NAMED_MAX} more"] if len(labels) > _NAMED_MAX else []
-        return ", ".join(labels[:_NAMED_MAX] + more)
+        known = [node.label for node in self.nodes()] or [_label_of(each) for each in self._settings.addresses]
+        return _listed(known)
 
     def sentence(self, reason: RedisReason, text: str | None = None, *, wants: str = "") -> str:
         """Return which server cannot be used, why, and the remedy; `text` is by default the last one for the reason."""
         said = self.said.get(reason, "") if text is None else text
-        return sentence(self.endpoints, reason, said, self._settings.secret_texts(), wants=wants)
+        down = [node.label for node in self.nodes() if node.is_down] if reason in why.OF_ONE_SERVER else []
+        return sentence(_listed(down) or self.endpoints, reason, said, self._settings.secret_texts(), wants=wants)
 
     def explained(self, reason: RedisReason) -> RedisReason:
         """Return `reason`, or a clearer one if only this client speaks TLS, or only the server.
@@ -167,9 +167,11 @@ class Topology:
     def _members(self) -> Iterable[Address]:
         if self._settings.mode == "sentinel":
             return self._settings.addresses
-        # All known members may have moved; then the settings still name some.
-        known = [(node.is_down, random.random(), address) for address, node in self._nodes.items() if address]
-        return dict.fromkeys((*(address for _, _, address in sorted(known)), *self._settings.addresses))
+        # All known members may have moved; then the settings still name some. Each that is down may take seconds.
+        known = [address for address in self._nodes if address]
+        random.shuffle(known)
+        answering = [address for address in known if not self._nodes[address].is_down]
+        return dict.fromkeys((*answering, *self._settings.addresses, *known))
 
     def _master_of(self, sentinel: Address) -> Mapping[int, Address]:
         """Return the address of the service's master from a sentinel, none if the master is down."""
@@ -194,7 +196,8 @@ class Topology:
 
     def _node_at(self, address: Address | None) -> Node:
         label = str(self._settings.socket) if address is None else _label_of(address)
-        return Node(label, pool_options(self._settings, address), self._on_change, self.refresh, self.said)
+        options = pool_options(self._settings, address)
+        return Node(label, options, self._on_change, self.refresh, self.said, self._settings.silence)
 
 
 def masters_of(ranges: Sequence[Any], member: Address) -> dict[int, Address]:  # Any: as redis-py has it
@@ -210,6 +213,11 @@ def masters_of(ranges: Sequence[Any], member: Address) -> dict[int, Address]:  #
             slots = range(max(first, 0), min(last + 1, REDIS_CLUSTER_HASH_SLOTS))  # a reply may have any numbers
             masters.update(dict.fromkeys(slots, Address(name, port)))
     return masters
+
+
+def _listed(labels: Sequence[str]) -> str:
+    more = [f"{len(labels) - _NAMED_MAX} more"] if len(labels) > _NAMED_MAX else []
+    return ", ".join(sorted(labels)[:_NAMED_MAX] + more)
 
 
 def _label_of(address: Address) -> str:

@@ -16,6 +16,7 @@ from tests.support.loopback import LyingRedis, Slots, Storage, slots_reply
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.counters import count_of
+from tiered_kv.reasons import Reason
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
 
@@ -24,8 +25,11 @@ pytest.importorskip("redis", reason="redis-py is not installed")
 from redis.crc import key_slot
 
 from tiered_kv_redis.administration import RedisAdministration
+from tiered_kv_redis.connection import Link, pool_options
+from tiered_kv_redis.exchange import Calls, Failures, run
 from tiered_kv_redis.node import Node
 from tiered_kv_redis.reasons import reason_of_error
+from tiered_kv_redis.replies import command as encoded
 from tiered_kv_redis.settings import Address, RedisSettings
 from tiered_kv_redis.topology import Topology, masters_of
 
@@ -52,6 +56,11 @@ class Member:
     def has(self, key: OffloadKey) -> bool:
         """Return whether it has a block."""
         return any(name.endswith(key) for name in self._storage.values)
+
+    def empty(self) -> None:
+        """Delete all blocks."""
+        for name in [name for name in self._storage.values if not name.endswith((b":epoch", b":namespace"))]:
+            del self._storage.values[name]
 
     def _answer(self, command: list[bytes]) -> Iterable[bytes]:
         self.heard.append(command)
@@ -247,7 +256,7 @@ def test_a_dead_master_costs_its_own_blocks_and_opens_no_breaker(
     how: str, two_masters: list[Member], open_redis: OpenRedis
 ) -> None:
     living, dead = two_masters
-    rig = open_redis(mode="cluster", nodes=[living.server.address], timeout="300ms", connect_timeout="300ms")
+    rig = open_redis(mode="cluster", nodes=[living.server.address], connect_timeout="2s")
     keys, new = make_keys(60), make_keys(60, "while one is dead")
     assert rig.store(keys).success
     assert rig.load(keys) == set(keys)
@@ -267,6 +276,87 @@ def test_a_dead_master_costs_its_own_blocks_and_opens_no_breaker(
     assert rig.tier.lookup_failures == failures
     stored = set(rig.store(new).successful_keys or ())
     assert stored == {key for key in new if living.has(key)} != set()
+
+
+@pytest.fixture
+def frozen(two_masters: list[Member], open_redis: OpenRedis) -> Callable[..., tuple[TierRig, list[OffloadKey]]]:
+    """Open a tier over two masters, the second of which then stops to read and to answer.
+
+    Returned with the rig: eight keys, the first of which the first master has. The other blocks are more than the
+    second one's socket takes.
+    """
+
+    def open_(**settings: object) -> tuple[TierRig, list[OffloadKey]]:
+        living, dead = two_masters
+        dead.server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        rig = open_redis(1 << 20, mode="cluster", nodes=[living.server.address], connections=1, **settings)
+        keys = make_keys(40)
+        for start in range(0, len(keys), 8):
+            assert rig.store(keys[start : start + 8]).success
+        mine, theirs = ([key for key in keys if member.has(key)] for member in two_masters)
+        dead.empty()
+        dead.may_answer.clear()
+        return rig, mine[:1] + theirs[:7]
+
+    return open_
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_a_silent_server_no_longer_than_for_a_connection(
+    frozen: Callable[..., tuple[TierRig, list[OffloadKey]]],
+) -> None:
+    rig, keys = frozen(timeout="60s", connect_timeout="2s")
+    begin = time.monotonic()
+    stored = rig.store(keys)
+    assert time.monotonic() - begin < 30.0
+    assert stored.successful_keys == keys[:1]
+    assert rig.load(keys) == set(keys[:1])
+
+
+class TakesAllTime(Calls):
+    """An exchange with a server that takes nothing until the deadline."""
+
+    def begin(self, link: Link, deadline: float) -> None:
+        time.sleep(max(0.0, deadline - time.monotonic()))
+        raise TimeoutError("nothing was sent in time")
+
+
+def test_a_server_that_had_no_time_left_to_answer_is_not_down() -> None:
+    with LyingRedis(lambda command: [b":0\r\n"]) as server, contextlib.ExitStack() as held:
+        settings, failures = RedisSettings(url=f"redis://{server.address}"), Failures()
+        nodes = [Node(name, pool_options(settings, settings.addresses[0])) for name in ("prompt", "silent")]
+        for node in nodes:
+            held.callback(node.close)
+            node.give_back(node.take())
+        ask = {at: encoded(b"STRLEN", b"name") for at in range(2)}
+        run([Calls(nodes[0], [0], failures, ask), TakesAllTime(nodes[1], [1], failures, ask)], time.monotonic() + 0.1)
+        assert failures == dict.fromkeys(range(2), Reason.TIMEOUT)
+        assert [node.is_down for node in nodes] == [False, True]
+
+
+def test_the_server_that_is_down_is_named(
+    two_masters: list[Member], open_redis: OpenRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    living, dead = two_masters
+    rig = open_redis(mode="cluster", nodes=[living.server.address])
+    keys = make_keys(16)
+    rig.store(keys)
+    dead.server.close()
+    assert rig.load(keys) == {key for key in keys if living.has(key)}
+    assert f"the server {dead.server.address} cannot be reached" in caplog.text
+
+
+def test_servers_that_are_down_are_the_last_to_be_asked_for_addresses() -> None:
+    known = [Address("10.0.0.1", 7000 + number) for number in range(6)]
+    topology = Topology(RedisSettings(mode="cluster", nodes=["memory.example:7000"]))
+    topology._use(dict(enumerate(known)))
+    try:
+        for node in topology.nodes()[:4]:
+            node._down_reason = Reason.TIMEOUT
+        asked = [str(address.host) for address in topology._members()]
+        assert asked == ["10.0.0.1"] * 2 + ["memory.example"] + ["10.0.0.1"] * 4
+    finally:
+        topology.close()
 
 
 MEMBER = Address("10.0.0.9", 7000)
