@@ -90,7 +90,12 @@ class RedisSettings(CodecSettings):
     timeout: Seconds = Field(
         default=5.0, gt=0, le=3600, description="How long one transfer of at most 8 MiB (or one block) may take."
     )
-    connect_timeout: Seconds = Field(default=1.0, gt=0, le=60, description="How long a connection may take to open.")
+    connect_timeout: Seconds = Field(
+        default=1.0,
+        gt=0,
+        le=60,
+        description="How long a connection may take to open, and a cluster's server be silent in a transfer.",
+    )
 
     @property
     def addresses(self) -> tuple[Address, ...]:

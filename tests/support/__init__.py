@@ -14,6 +14,7 @@ programs that tests start. From a shell, run them in the checkout's root: `pytho
     engines         programs in the environments of vLLM, LMCache and SGLang; lmcache_programs, sglang_programs
     fuzzing         mutated inputs for everything that reads bytes from outside
     redis_servers   a Redis server on loopback; redis_groups has a cluster, and a master with a sentinel
+    redis_masters   masters of a cluster's memory, which fail, come, go and move in cluster_memory under cluster_client
     places          storage for tiers of every type, their tenants, and doors to the stored bytes behind a tier's back
     segment_map     which byte of an nvme segment belongs to what
     secret_hunt     secrets planted in settings, and found in whatever a stack writes

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 SUITES = [
     "tests/plugins/redis/test_cluster.py",
+    pytest.param("tests/plugins/redis/test_cluster_memory.py", marks=pytest.mark.full),
     "tests/plugins/redis/test_faults.py",
     "tests/plugins/redis/test_nodes.py",
     "tests/plugins/redis/test_settings.py",
