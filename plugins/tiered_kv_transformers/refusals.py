@@ -9,9 +9,11 @@ first condition, where a configuration does not show it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tiered_kv.engines.facts import rope_types
+from tiered_kv.engines.model.architectures import head_shape
 from tiered_kv_transformers.layout import CacheLayout, States
 
 if TYPE_CHECKING:
@@ -131,10 +133,7 @@ def _head_shape(config: Any) -> tuple[int, int] | None:
     """Return the number and size of a layer's key and value heads; None if layers differ."""
     shapes = []
     for layer in _layer_configs(config):
-        heads = getattr(layer, "num_attention_heads", None)
-        kv_heads = getattr(layer, "num_key_value_heads", None) or (1 if _is_multi_query(layer) else heads)
-        head_dim = getattr(layer, "head_dim", None) or (layer.hidden_size // heads if isinstance(heads, int) else None)
-        shapes.append((kv_heads, head_dim))
+        shapes.append(head_shape(partial(_setting, layer)))
     kv_heads, head_dim = shapes[0]
     if any(shape != shapes[0] for shape in shapes) or not (isinstance(kv_heads, int) and isinstance(head_dim, int)):
         return None
@@ -146,9 +145,9 @@ def _layer_configs(config: Any) -> Sequence[Any]:
     return getattr(config, "per_layer_config", None) or [config]
 
 
-def _is_multi_query(config: Any) -> bool:
-    # For Falcon; its new architecture repeats the keys of its groups for every head before it caches them.
-    return bool(getattr(config, "multi_query", False)) and not getattr(config, "new_decoder_architecture", False)
+def _setting(config: Any, name: str) -> Any:
+    """Return a setting; None without it. Falcon's new architecture caches the keys of a group for each of its heads."""
+    return getattr(config, name, None)
 
 
 def _check_kind(cache: Any) -> None:

@@ -24,6 +24,7 @@ from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.engines.model.layers import row_aligned
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.stack.open import EngineStack
 from tiered_kv.tiering.audit.comparison import AuditedGroup
@@ -51,9 +52,6 @@ _VLLM_REPORTS_FLUSHES = hasattr(OffloadingManager, "on_reset_flushed")
 """Whether vLLM calls `on_reset_flushed`: from 0.33 on."""
 _STEPS_AHEAD = 4
 """Steps that a scheduler may be ahead of its workers, beyond one for each pipeline stage."""
-ROW_ALIGNMENT_BYTES = 4096
-"""Rows are whole pages, so that disks read and write them directly."""
-
 _EXTRA = "kv_connector_extra_config"
 
 _OPTIONS = (
@@ -253,7 +251,7 @@ def _identity(said: object, config: Any, ranks: Sequence[Rank]) -> tuple[Namespa
     """Return the namespace of an engine's blocks, and their size."""
     said = fill_variables({"namespace": said}, environment(config))["namespace"]
     row_bytes = _part_bytes(config, ranks) * _parts_of(config, ranks)
-    block = {"bytes": -(-row_bytes // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES, "tokens": chunk_tokens(config)}
+    block = {"bytes": row_aligned(row_bytes), "tokens": chunk_tokens(config)}
     stages = list(dict.fromkeys(rank.stage for rank in ranks))  # vLLM numbers the workers of a stage one by one
     return namespace_of(config, said, row_layout=ROW_LAYOUT, stages=stages), block
 

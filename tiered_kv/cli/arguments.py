@@ -16,6 +16,8 @@ from tiered_kv.config.units import expanded_path, parse_bytes, parse_seconds
 Number = TypeVar("Number", int, float)
 _INTERVAL_MIN_S: Final = 0.1
 _INTERVAL_MAX_S: Final = 86_400.0
+_TOKENS_MAX: Final = 1 << 30
+_DIGITS_MAX: Final = 12
 
 
 def positive_int(text: str) -> int:
@@ -25,6 +27,26 @@ def positive_int(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {text!r}")
+    return value
+
+
+def tokens(text: str) -> int:
+    """Return a number of tokens: 32768, 32k or 1M, where k is 1,024 and M is 1,024k."""
+    scale = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
+    number = text[:-1] if scale > 1 else text
+    if not (number.isascii() and number.isdecimal() and 1 <= int(number[:_DIGITS_MAX]) * scale <= _TOKENS_MAX):
+        raise argparse.ArgumentTypeError(f"expected a number of tokens, such as 32768, 32k or 1M, found {text!r}")
+    return int(number) * scale
+
+
+def share(text: str) -> float:
+    """Return a share, such as "0.9"."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, such as 0.9, found {text!r}")
     return value
 
 
