@@ -131,9 +131,8 @@ def _has_default_cache(model: Any) -> bool:
 
 def _head_shape(config: Any) -> tuple[int, int] | None:
     """Return the number and size of a layer's key and value heads; None if layers differ."""
-    shapes = []
-    for layer in _layer_configs(config):
-        shapes.append(head_shape(partial(_setting, layer)))
+    # Falcon's new architecture caches the keys of a group for each of its heads, and has no `num_key_value_heads`.
+    shapes = [head_shape(partial(_setting, layer)) for layer in _layer_configs(config)]
     kv_heads, head_dim = shapes[0]
     if any(shape != shapes[0] for shape in shapes) or not (isinstance(kv_heads, int) and isinstance(head_dim, int)):
         return None
@@ -146,7 +145,6 @@ def _layer_configs(config: Any) -> Sequence[Any]:
 
 
 def _setting(config: Any, name: str) -> Any:
-    """Return a setting; None without it. Falcon's new architecture caches the keys of a group for each of its heads."""
     return getattr(config, name, None)
 
 

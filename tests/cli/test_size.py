@@ -171,11 +171,15 @@ def test_the_reference_describes_every_field(llama: str, size: Command) -> None:
         (["--layers", "32"], "expected --kv-heads and --head-size, or --latent-size"),
         (["--layers", "32", "--kv-heads", "8"], "--kv-heads needs --head-size"),
         (["--layers", "32", "--latent-size", "576", "--kv-heads", "8", "--head-size", "128"], "--latent-size is for"),
-        (["--layers", "99999", "--kv-heads", "8", "--head-size", "128"], "at most 10,000 layers"),
+        (["--layers", "99999", "--kv-heads", "8", "--head-size", "128"], "at most 10,000"),
         ([*SMALL, "--tensor-parallel", "3"], "3 ranks cannot share 2 KV heads"),
         ([*SMALL, "--window", "4k"], "--window needs --window-layers"),
         ([*SMALL, "--users", "200"], "--users needs --context"),
-        ([*SMALL, "--users", "200", "--context", "32k", "--turn-gap", "0s"], "a time above zero"),
+        (["--layers", "32", "--latent-size", "576", "--tensor-parallel", "9" * 400], "expected at most 1,024"),
+        ([*SMALL, "--users", "9" * 400, "--context", "32k", "--turn-gap", "5m"], "expected at most 1,073,741,824"),
+        (["--latent-size", "576", "--state-layers", "2", "--state", "1MiB"], "expected --layers"),
+        (["--kv-heads", "8", "--head-size", "128", "--state-layers", "2", "--state", "1MiB"], "expected --layers"),
+        (["--window-layers", "2", "--window", "4k"], "expected --kv-heads and --head-size"),
         ([*SMALL, "--users", "200", "--context", "8", "--turn-gap", "5m"], "8 tokens has no whole block"),
         ([*SMALL, "--memory", "4GiB"], "--memory needs a load"),
         ([*SMALL, "--whole"], "--whole needs a load"),
@@ -191,7 +195,9 @@ def test_bad_input_gets_one_line(arguments: list[str], message: str, llama: str,
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("wrong", [["--context", "32kk"], ["--context", "-1"], ["--hit-rate", "1.1"], ["--users", "0"]])
+@pytest.mark.parametrize(
+    "wrong", [["--context", "32kk"], ["--context", "-1"], ["--hit-rate", "nan"], ["--users", "0"], ["--turn-gap", "0"]]
+)
 def test_a_wrong_value_of_an_option_is_named(
     wrong: list[str], capsys: pytest.CaptureFixture[str], size: Command
 ) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from tiered_kv.cli.arguments import describe_use, file_path, positive_int, seconds, share, size, tokens
+from tiered_kv.cli.arguments import describe_use, file_path, interval, positive_int, share, size, tokens
 from tiered_kv.cli.ask import fetch, is_address, url_of
 from tiered_kv.cli.doctor import Readings
 from tiered_kv.cli.output import Status, one_line, print_json, print_table, print_text, printable, quantity
@@ -36,6 +37,13 @@ _NUMBERS: Final = ("layers", "kv_heads", "head_size", "latent_size", "window_lay
 _LOAD: Final = ("users", "context", "turn_gap")
 _MACHINE: Final = ("hit_rate", "memory", "disk", "disk_rate", "prefill", "path", "write")
 """Options that say nothing without a load."""
+_MOST: Final = {
+    **dict.fromkeys(("layers", "window_layers", "state_layers"), LAYERS_MAX),
+    **dict.fromkeys(("kv_heads", "head_size", "latent_size"), 1 << 20),
+    "tensor_parallel": 1 << 10,
+    "users": 1 << 30,
+}
+_RATE_MAX: Final = 1 << 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +98,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("a load")
     load.add_argument("--users", metavar="N", type=positive_int, help="users with a conversation at the same time")
     load.add_argument("--context", metavar="TOKENS", type=tokens, help="tokens of a prompt, with all that came before")
-    load.add_argument("--turn-gap", metavar="TIME", type=seconds, help="time between two prompts of a user")
+    load.add_argument("--turn-gap", metavar="TIME", type=interval, help="time between two prompts of a user")
     load.add_argument(
         "--hit-rate",
         metavar="SHARE",
@@ -114,6 +122,9 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Status:
+    for name, most in _MOST.items():
+        if (getattr(args, name) or 0) > most:
+            raise ConfigError(f"expected at most {most:,}", location=_option(name))
     model = _model(args, args.kv_dtype, args.tensor_parallel or 1)
     block_tokens = model.block_tokens(args.block_tokens)
     found = _plan(args, model, block_tokens)
@@ -147,17 +158,15 @@ def _layers(args: argparse.Namespace, ranks: int) -> Iterator[Layers]:
         raise ConfigError("--latent-size is for layers without KV heads: leave out the heads and the window, or it")
     for one, other in (("kv_heads", "head_size"), ("window_layers", "window"), ("state_layers", "state")):
         _together(args, (one, other))
-    if args.layers is None and args.window_layers is None and args.state_layers is None:
+    has_size = args.latent_size is not None or args.kv_heads is not None
+    if args.layers is None and (args.latent_size is not None or args.window_layers is None) and has_size:
         raise ConfigError("expected --layers: how many layers keep every token")
-    for name in ("layers", "window_layers", "state_layers"):
-        if (getattr(args, name) or 0) > LAYERS_MAX:
-            raise ConfigError(f"expected at most {LAYERS_MAX:,} layers", location=_option(name))
-    if (args.layers or args.window_layers) and args.latent_size is None and args.kv_heads is None:
+    if (args.layers or args.window_layers) and not has_size:
         raise ConfigError("expected --kv-heads and --head-size, or --latent-size: what a layer keeps of a token")
     if args.kv_heads is not None:
         check_ranks(args.kv_heads, ranks, "--tensor-parallel")
     if args.latent_size is not None:
-        yield Layers(Kind.LATENT, args.layers or 1, elements=args.latent_size)
+        yield Layers(Kind.LATENT, args.layers, elements=args.latent_size)
     elif args.layers is not None:
         yield Layers(Kind.FULL, args.layers, args.kv_heads, 2 * args.head_size)
     if args.window_layers is not None:
@@ -173,8 +182,6 @@ def _plan(args: argparse.Namespace, model: KVModel, block_tokens: int) -> Plan |
         if given:
             raise ConfigError(f"{_option(given[0])} needs a load: --users, --context and --turn-gap")
         return None
-    if args.turn_gap <= 0:
-        raise ConfigError("expected a time above zero", location="--turn-gap")
     if args.context < block_tokens:
         raise ConfigError(
             f"a prompt of {quantity(args.context, 'token')} has no whole block: a block has {block_tokens:,}",
@@ -191,7 +198,7 @@ def _cost(text: str) -> TokenCost:
     """Return what a token of a prompt costs an engine: by a rate, or as a running engine has measured it."""
     if not is_address(text):
         try:
-            return TokenCost(1 / positive_int(text.removesuffix("/s")), 0.0)
+            return TokenCost(1 / min(_RATE_MAX, positive_int(text.removesuffix("/s"))), 0.0)
         except argparse.ArgumentTypeError:
             raise ConfigError(
                 f"expected tokens a second, such as 20000, or the address of an engine, such as "
@@ -314,7 +321,7 @@ def _show(args: argparse.Namespace, model: KVModel, block_tokens: int, found: Pl
     print_text("\nA stack that fits:\n")
     print_text(text)
     check = f" --block-bytes {found.block_bytes}" if not args.whole else ""
-    print_text(f"Check it on the server: tiered-kv check {args.write or 'stack.yaml'}{check}")
+    print_text(f"Check it on the server: tiered-kv check {shlex.quote(str(args.write or 'stack.yaml'))}{check}")
     for number, problem in enumerate(found.problems, 1):
         print_text(f"\n{number}. {problem}.")
 

@@ -63,11 +63,12 @@ def config_of(name: str, directory: Path) -> Any:
 
 def specs_of(config: Any, directory: Path) -> dict[str, KVCacheSpec]:
     """Return what vLLM keeps for each layer of a model."""
-    with set_current_vllm_config(config), torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
         if not torch.distributed.is_initialized():
             init_distributed_environment(1, 0, f"file://{directory.absolute()}/ranks", 0, "gloo")
             initialize_model_parallel(1, 1)
-        initialize_model(config)
+        with torch.device("meta"):
+            initialize_model(config)
     current_platform.update_block_size_for_backend(config)
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
     specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}

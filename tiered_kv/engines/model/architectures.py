@@ -60,7 +60,7 @@ def head_shape(read: Callable[[str], object]) -> tuple[object, object]:
     `read` returns a setting by its name, or None.
     """
     heads, hidden = read("num_attention_heads"), read("hidden_size")
-    # For Falcon, which has one head for all unless it is of the new architecture.
+    # Falcon has one head for all, unless it is of the new architecture.
     is_multi_query = bool(read("multi_query")) and not read("new_decoder_architecture")
     size = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
     return 1 if is_multi_query else read("num_key_value_heads") or heads, read("head_dim") or size
