@@ -148,6 +148,7 @@ def test_a_folder_its_file_and_a_copy_of_the_hub_are_the_same_model(tmp_path: Pa
         ({"head_dim": -1}, "head_dim: expected a whole number"),
         ({"layer_types": ["full_attention"] * 3}, "num_hidden_layers is 32, and layer_types has 3 layers"),
         ({"layer_types": ["new_attention"] * 32}, "layers of 'new_attention' are not known"),
+        ({"layer_types": ["mamba"] * 32}, "layers of 'mamba' are not known"),
         ({"layer_types": "full_attention"}, "layer_types: expected a list of texts"),
         ({"layer_types": ["sliding_attention"] * 32}, "has no sliding_window"),
         ({"dtype": "int3"}, "dtype: expected bfloat16, float16"),

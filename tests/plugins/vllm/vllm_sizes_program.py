@@ -21,7 +21,7 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_
 
 import torch
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.distributed import destroy_model_parallel, init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -66,7 +66,8 @@ def specs_of(config: Any, directory: Path) -> dict[str, KVCacheSpec]:
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
         if not torch.distributed.is_initialized():
             init_distributed_environment(1, 0, f"file://{directory.absolute()}/ranks", 0, "gloo")
-            initialize_model_parallel(1, 1)
+        destroy_model_parallel()  # of the model before, which may have had no experts
+        initialize_model_parallel(1, 1)
         with torch.device("meta"):
             initialize_model(config)
     current_platform.update_block_size_for_backend(config)

@@ -20,8 +20,8 @@ from tiered_kv.errors import ConfigError
 LAYERS_MAX: Final = 10_000
 _NUMBERS: Final = "give its numbers instead: --layers, --kv-heads and --head-size, or --latent-size"
 
-_FULL, _WINDOW, _CHUNK, _LATENT, _NONE = "full", "window", "chunk", "latent", "none"
-"""What a layer keeps; the other words are the names of recurrent layers in `states`."""
+_FULL, _WINDOW, _CHUNK, _LATENT, _STATE, _NONE = "full", "window", "chunk", "latent", "state", "none"
+"""What a layer keeps."""
 Pattern = Callable[[ModelSettings, int], Iterable[str]]
 """Returns a word for each of so many layers."""
 
@@ -30,13 +30,19 @@ _LAYER_TYPES: Final[Mapping[str, str]] = {
     "attention": _FULL,
     "sliding_attention": _WINDOW,
     "chunked_attention": _CHUNK,
-    "linear_attention": "gated delta net",
-    "mamba": "Mamba 2",
+    "linear_attention": _STATE,
+    "mamba": _STATE,
     "mlp": _NONE,
     "moe": _NONE,
 }
 """The words of the lists `layer_types` and `layers_block_type`."""
-_NEMOTRON: Final[Mapping[str, str]] = {"M": "Mamba 2", "*": _FULL, "-": _NONE, "E": _NONE}
+_NEMOTRON: Final[Mapping[str, str]] = {"M": _STATE, "*": _FULL, "-": _NONE, "E": _NONE}
+_RECURRENT: Final[Mapping[str, str]] = {
+    "jamba": "Mamba",
+    **dict.fromkeys(("nemotron_h", "granitemoehybrid"), "Mamba 2"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "gated delta net"),
+}
+"""Which recurrent layers an architecture has, by their names in `states`."""
 
 
 def read_model(path: Path, *, kv_dtype: str | None = None, ranks: int = 1) -> KVModel:
@@ -113,7 +119,7 @@ def _llama_4(settings: ModelSettings, layers: int) -> Iterable[str]:
 
 def _jamba(settings: ModelSettings, layers: int) -> list[str]:
     period, offset = settings.whole("attn_layer_period", 8), settings.whole("attn_layer_offset", 4, least=0)
-    return [_FULL if number % period == offset else "Mamba" for number in range(layers)]
+    return [_FULL if number % period == offset else _STATE for number in range(layers)]
 
 
 def _nemotron_h(settings: ModelSettings, layers: int) -> list[str]:
@@ -142,7 +148,7 @@ _PATTERNS: Final[Mapping[str, Pattern]] = {
     "llama4_text": _llama_4,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), _all(_LATENT)),
     **dict.fromkeys(
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _full_every(4, "gated delta net", "full_attention_interval")
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _full_every(4, _STATE, "full_attention_interval")
     ),
     "jamba": _jamba,
     "nemotron_h": _nemotron_h,
@@ -166,7 +172,7 @@ def _words_of(settings: ModelSettings) -> list[str]:
     if types is None:
         words = list(_PATTERNS[known](settings, layers))
     else:
-        unknown = sorted(set(types) - _LAYER_TYPES.keys())
+        unknown = sorted({each for each in types if _is_unknown(each, known)})
         if unknown:
             raise ConfigError(f"{name}: layers of {unknown[0]!r} are not known; {_NUMBERS}", location=settings.where)
         words = [_LAYER_TYPES[each] for each in types]
@@ -176,6 +182,11 @@ def _words_of(settings: ModelSettings) -> list[str]:
             location=settings.where,
         )
     return words
+
+
+def _is_unknown(layer_type: str, architecture: str) -> bool:
+    word = _LAYER_TYPES.get(layer_type)
+    return word is None or (word == _STATE and architecture not in _RECURRENT)
 
 
 def _layers_of(settings: ModelSettings, ranks: int) -> tuple[Layers, ...]:
@@ -189,9 +200,10 @@ def _alike(settings: ModelSettings, word: str, number: int, ranks: int) -> Layer
     if word == _LATENT:
         elements = settings.whole("kv_lora_rank") + settings.whole("qk_rope_head_dim", least=0)
         return Layers(Kind.LATENT, number, elements=elements)
-    if word not in (_FULL, _WINDOW, _CHUNK):
-        size_bytes = state_bytes(settings, word, _dtype_of(settings), ranks)
-        return Layers(Kind.STATE, number, state_bytes=size_bytes, name=word)
+    if word == _STATE:
+        name = _RECURRENT[settings.model_type]
+        size_bytes = state_bytes(settings, name, _dtype_of(settings), ranks)
+        return Layers(Kind.STATE, number, state_bytes=size_bytes, name=name)
     heads, size = _checked_heads(settings, ranks)
     if word == _FULL:
         return Layers(Kind.FULL, number, heads, 2 * size)
