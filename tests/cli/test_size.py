@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import yaml
 
 from tests.support.command import Command
-from tests.support.model_facts import FACTS, write_model
+from tests.support.model_facts import FACTS, PAGE, write_model
 from tests.support.pages import undescribed
 from tests.support.stacks import stack_of
 from tiered_kv import open_stack
+from tiered_kv.cli.main import main
 from tiered_kv.config.stack_config import load_config
 
 LOAD = ["--users", "200", "--context", "32k", "--turn-gap", "5m"]
@@ -93,6 +95,20 @@ def test_a_file_that_is_there_is_not_written_over(llama: str, tmp_path: Path, si
     file.write_text("mine")
     assert "File exists" in size.err(llama, *LOAD, "--write", str(file))
     assert file.read_text() == "mine"
+
+
+def test_the_commands_of_the_page_run_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "Llama-3.1-8B-Instruct", FACTS["Llama 3.1 8B"])
+    monkeypatch.chdir(tmp_path)
+    shells = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    lines = "".join(shells).replace("\\\n", " ").splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert main(shlex.split(line, comments=True)[1:]) == 0, line
+    assert capsys.readouterr().out.endswith("tiered-kv check stack.yaml --block-bytes 2MiB\n")
+    assert main(["check", "stack.yaml", "--offline"]) == 0
 
 
 # What it says.
@@ -207,8 +223,6 @@ def test_a_wrong_value_of_an_option_is_named(
 
 
 def test_an_error_is_an_object_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tiered_kv.cli.main import main
-
     assert main(["size", str(tmp_path), "--json"]) == 2
     answer: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert "has no config.json" in answer["error"]

@@ -21,7 +21,7 @@ from tiered_kv.cli.ask import fetch, is_address, url_of
 from tiered_kv.cli.doctor import Readings
 from tiered_kv.cli.output import Status, one_line, print_json, print_table, print_text, printable, quantity
 from tiered_kv.config.stack_config import load_config
-from tiered_kv.config.units import rounded_bytes, rounded_seconds
+from tiered_kv.config.units import format_bytes, rounded_bytes, rounded_seconds
 from tiered_kv.engines.model.architectures import LAYERS_MAX, check_ranks, read_model
 from tiered_kv.engines.model.layers import DTYPE_BYTES, Kind, KVModel, Layers
 from tiered_kv.engines.model.sizing import Load, Machine, Plan, per_s, plan
@@ -320,7 +320,7 @@ def _show(args: argparse.Namespace, model: KVModel, block_tokens: int, found: Pl
     print_table(["what", "value", "why"], [[*row] for row in _figures(args, model, found)], numbers=False)
     print_text("\nA stack that fits:\n")
     print_text(text)
-    check = f" --block-bytes {found.block_bytes}" if not args.whole else ""
+    check = f" --block-bytes {format_bytes(found.block_bytes)}" if not args.whole else ""
     print_text(f"Check it on the server: tiered-kv check {shlex.quote(str(args.write or 'stack.yaml'))}{check}")
     for number, problem in enumerate(found.problems, 1):
         print_text(f"\n{number}. {problem}.")

@@ -138,7 +138,7 @@ def plan(model: KVModel, block_tokens: int, load: Load, machine: Machine) -> Pla
 def _memory(prompt_bytes: int, block_bytes: int, load: Load, machine: Machine) -> Capacity:
     each = rounded_bytes(prompt_bytes)
     if machine.memory_bytes is not None:
-        capacity, reason = machine.memory_bytes, "all that was given"
+        capacity, reason = machine.memory_bytes, "as given"
     else:
         load_s = load.hit_rate * prompt_bytes / machine.disk_bytes_per_s if machine.disk_bytes_per_s else 0.0
         at_once = max(1, math.ceil(load.prompts_per_s * load_s))
@@ -161,7 +161,7 @@ def _disk(prompt_bytes: int, block_bytes: int, load: Load, machine: Machine) -> 
     wanted = _rounded(math.ceil(load.users * stored_bytes / _DISK_SHARE) + free_bytes)
     reason = f"{load.users:,} prompts of {rounded_bytes(prompt_bytes)}, and a tenth for segments that are free"
     if machine.disk_bytes is not None and machine.disk_bytes < wanted:
-        wanted, reason = machine.disk_bytes, "all that was given"
+        wanted, reason = machine.disk_bytes, "as given"
     return Capacity(wanted, max(0, int(_DISK_SHARE * (wanted - free_bytes))) // stored_bytes, reason)
 
 
