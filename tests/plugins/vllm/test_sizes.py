@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,10 @@ from tests.support.engines import printed_by
 from tests.support.model_facts import FACTS, write_model
 from tiered_kv.engines.model.architectures import read_model
 from tiered_kv.engines.model.layers import Kind, row_aligned
+from tiered_kv.errors import ConfigError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
-COMPARED = ("Llama 3.1 8B", "DeepSeek-V3", "gpt-oss-120b", "Gemma 3 27B", "Qwen3-Next 80B-A3B", "Jamba v0.1")
-"""Grouped heads, latent attention, windows, several groups of windows, a gated delta net, and Mamba."""
 SPECS = {
     Kind.FULL: "FullAttentionSpec",
     Kind.LATENT: "MLAAttentionSpec",
@@ -27,8 +27,9 @@ SPECS = {
 def test_layers_and_blocks_have_the_bytes_that_vllm_gives_them(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     compared = 0
-    for theirs in printed_by("0.32.0", "vllm_sizes_program.py", str(tmp_path / "vllm"), *COMPARED):
-        model = read_model(write_model(tmp_path / str(compared), FACTS[theirs["model"]]))
+    for theirs in printed_by("0.32.0", "vllm_sizes_program.py", str(tmp_path / "vllm"), *FACTS):
+        path = write_model(tmp_path / str(compared), FACTS[theirs["model"]])
+        model = read_model(path)
         ours = [
             [SPECS[each.kind], each.state_bytes or each.token_bytes(model.dtype, 1), each.span, each.number]
             for each in model.layers
@@ -37,5 +38,11 @@ def test_layers_and_blocks_have_the_bytes_that_vllm_gives_them(tmp_path: Path) -
         assert len(model.groups()) == theirs["groups"], theirs["model"]
         assert model.block_tokens(theirs["block_tokens"]) == theirs["block_tokens"], theirs["model"]
         assert model.row_bytes(theirs["block_tokens"]) == row_aligned(theirs["block_bytes"]), theirs["model"]
+        is_latent = any(each.kind is Kind.LATENT for each in model.layers)
+        for ranks, heads in theirs["rank_heads"].items():
+            with suppress(ConfigError):  # such ranks cannot share the heads
+                layers = [each for each in read_model(path, ranks=int(ranks)).layers if each.elements]
+                kept = {each.token_bytes("fp8", int(ranks)) // each.elements for each in layers}
+                assert kept == {heads if is_latent else heads * int(ranks)}, (theirs["model"], ranks)
         compared += 1
-    assert compared == len(COMPARED)
+    assert compared == len(FACTS)

@@ -3,8 +3,8 @@
     python vllm_sizes_program.py DIRECTORY NAME...
 
 Each name is a model of `tests/engines/models.json`. vLLM makes its configuration and its layers, as it does before it
-loads weights, but on the device "meta", where tensors have no bytes. Prints a line of JSON for each: its layers, and
-the bytes and tokens of a block of its largest group.
+loads weights, but on the device "meta", where tensors have no bytes. Prints a line of JSON for each: its layers, the
+bytes and tokens of a block of its largest group, and the KV heads of each of so many tensor parallel ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_SPACE="1")
@@ -34,6 +35,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 
 MODELS: Mapping[str, dict[str, Any]] = json.loads((Path(__file__).parents[2] / "engines/models.json").read_text())
 TOKENS = 2048
+RANKS = (1, 2, 4, 8, 16)
 LAYOUTS = ["LBNHC", "BLNHC"]
 TEXT_ALONE = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
@@ -98,6 +100,10 @@ def main() -> None:
             "groups": len(groups),
             "block_tokens": max(tokens),
             "block_bytes": _get_kv_cache_bytes_per_block(groups, layout),
+            "rank_heads": {
+                ranks: config.model_config.get_num_kv_heads(SimpleNamespace(tensor_parallel_size=ranks))
+                for ranks in RANKS
+            },
         }
         print(json.dumps(found), flush=True)
 

@@ -1,7 +1,8 @@
 """The cache that a load needs: what memory and disk hold, when loading beats computing, and a stack that fits.
 
-`tiered-kv size` calls `plan`. It only computes, on any thread. What must stay true: a stack that it returns can be
-validated and opened, and its disk holds every prompt of the load, also with the segments that nvme keeps free.
+`tiered-kv size` calls `plan`. It only computes, on any thread. What must stay true: a stack whose sizes it chooses can
+be validated and opened, and its disk holds every prompt of the load, also with the segments that nvme keeps free. A
+size that was given is kept, and `problems` says if it does not suffice.
 """
 
 from __future__ import annotations
