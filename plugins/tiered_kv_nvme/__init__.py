@@ -16,7 +16,8 @@ What must stay true.
   (`segment.SegmentFiles.create`).
 - `SegmentPool.changed` guards the segments and the index. No thread holds it across I/O.
 
-What is kept where. On disk: `lock`, the marker `tiered-kv-nvme.json`, the file `epoch`, and `segment-*.kv`. A segment
+What is kept where. On disk: `lock`, the marker `tiered-kv-nvme.json`, the file `epoch`, and `segment-*.kv`; while no
+process has the directory open, also `index`, the saved index. A segment
 is preallocated. It begins with a header page. Batches follow: each has a header with keys, offsets and checksums, and
 the payloads of its blocks. A full segment ends with a summary of all its blocks. `layout` encodes them, and
 docs/reference/formats-nvme.md describes them byte by byte. In memory: `pool.SegmentPool` has the segments and the
@@ -45,8 +46,9 @@ segment whose loss costs least (`Worth.least`). It moves the best blocks, up to 
 summaries of full segments (`SegmentFiles.seal`), and replaces files that somebody has deleted.
 
 What a restart does. `recovery.recover` reads each segment's header and summary, on several threads, and then the
-batches that no summary lists. It verifies every byte of such batches. It rebuilds the index from blocks of the current
-epoch, all keys together, as arrays. It deletes files that it cannot use, or that exceed the capacity. The uses of
+batches that no summary lists. It verifies every byte of such batches. It takes the index that a clean end has saved
+(`saved_index`), if the segments are as they were then. Otherwise it builds the index from blocks of the current epoch,
+all keys together, as arrays. It deletes files that it cannot use, or that exceed the capacity. The uses of
 blocks are lost: the oldest blocks go first.
 
 What a reset does. `SegmentStore.reset` begins a new epoch with an empty index, at once. The background task writes the

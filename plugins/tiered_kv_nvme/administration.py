@@ -38,8 +38,9 @@ from tiered_kv.toolkit.census import Census
 from tiered_kv.toolkit.claimed import LOST_AND_FOUND, ClaimedDirectory, Identity, walk
 from tiered_kv.toolkit.codecs import CodecSet, ThreadBuffer
 from tiered_kv.toolkit.epoch import MARK_BYTES_MAX, EpochMark
-from tiered_kv.toolkit.small_files import names_in, opened, read_file
+from tiered_kv.toolkit.small_files import names_in, opened, read_file, remove
 from tiered_kv_nvme.directory import (
+    INDEX_NAME,
     LOCK_NAME,
     MARKER_NAME,
     OWN_NAMES,
@@ -154,8 +155,9 @@ class NvmeAdministration(TierAdministration):
             left.append(f"{remaining} segment files in {self._path}")
             return Purged(None, size_bytes, tuple(left))
         remove_leftovers(fd)
-        with suppress(FileNotFoundError):
-            os.unlink(EPOCH_NAME, dir_fd=fd)
+        for name in (INDEX_NAME, EPOCH_NAME):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
         notes: tuple[str, ...] = ()
         foreign = Census()
         for name in sorted(set(names_in(fd)) - {LOCK_NAME, MARKER_NAME, LOST_AND_FOUND} - stuck):
@@ -230,6 +232,8 @@ class Inspection:
                     files += 1
                     size_bytes += status.st_size
                     census.add(self._digest, status.st_blocks * 512, 0)
+                elif name == INDEX_NAME:
+                    census.add(self._digest, status.st_blocks * 512, 0)
                 elif name not in OWN_NAMES | {LOST_AND_FOUND}:
                     census.add_foreign(name, status.st_blocks * 512)
         scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters, checks_payloads=False)
@@ -247,6 +251,8 @@ class Inspection:
     def verify(self, codecs: CodecSet, verification: Verification, owned: SegmentDirectory | None) -> None:
         """Check the payload of every valid block. If `owned`, the locked directory, is given, delete damaged blocks."""
         files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0, 0)
+        if owned is not None:
+            remove(INDEX_NAME, dir_fd=self.fd)  # the next opening builds it from what is left
         scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
         self._codecs, self._block = codecs, ThreadBuffer().take(self.identity.block_bytes)
         for slot, fd, segment in self._segments(scan, "verify", for_writing=files is not None):

@@ -33,11 +33,12 @@ from tiered_kv_nvme.layout import FORMAT_VERSION
 
 LOCK_NAME: Final = "lock"
 MARKER_NAME: Final = "tiered-kv-nvme.json"
+INDEX_NAME: Final = "index"  # see `saved_index`
 
 DIRECTORY_RESERVE_BYTES: Final = 64 << 10  # part of the capacity for the small files, the directory and its growth
 SEGMENT_RESERVE_BYTES: Final = 8 << 10  # part of the capacity for the file system's notes about each segment's extents
 
-OWN_NAMES: Final = frozenset({LOCK_NAME, MARKER_NAME, EPOCH_NAME, PROBE_NAME})
+OWN_NAMES: Final = frozenset({LOCK_NAME, MARKER_NAME, EPOCH_NAME, INDEX_NAME, PROBE_NAME})
 
 _TEXT_BYTES_MAX: Final = 128
 _CLEANER_S: Final = 0.5

@@ -216,7 +216,7 @@ class Reclaimer:
                 except Exception as error:  # evict the blocks: another attempt would fail too
                     self._log(error)
             if self.pool.closed:
-                return False  # the index was cleared meanwhile, so some blocks have not moved
+                return False  # stores are refused meanwhile, so some blocks have not moved
             self._evict(segment)
             segment.epoch = 0  # no valid block, as after a reset
             is_done = self._use_again(segment)

@@ -12,6 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -29,14 +30,25 @@ from tiered_kv_nvme.disk import Disk, StoreCounters
 from tiered_kv_nvme.index import place_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES, BatchHeader, EntryTable, Hashes, Rows, SegmentHeader, Summary, checksum
 from tiered_kv_nvme.pool import SegmentPool
+from tiered_kv_nvme.saved_index import SavedIndex, take_index
 from tiered_kv_nvme.segment import Segment, SegmentFiles, SegmentState
 
 
-def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
+def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> bool:
     """Fill an empty pool and its index from the directory; delete unusable segments, and segments over the capacity.
+
+    Returns whether the index is the one that the last end has saved.
 
     Raises `OSError`: a segment file cannot be opened, or there is no memory to read it; no file is left open.
     """
+    saved = take_index(files, pool.epoch)
+    with ExitStack() as closing:
+        if saved is not None:
+            closing.callback(saved.close)
+        return _recover(files, pool, saved, threads)
+
+
+def _recover(files: SegmentFiles, pool: SegmentPool, saved: SavedIndex | None, threads: int) -> bool:
     slots = files.directory.list().segments
     if len(slots) > files.descriptors_max:
         slots = _newest(files, slots)
@@ -51,13 +63,15 @@ def recover(files: SegmentFiles, pool: SegmentPool, *, threads: int) -> None:
         while found and files.excess_bytes() > 0:
             files.delete(found.pop(0))
             files.counters.add("discarded_segments_total")
-        _adopt(found, pool, threads)
+        index = None if saved is None else saved.index_of(found, threads)
+        _adopt(found, pool, _index_of(found, threads) if index is None else index)
     except BaseException:
         for segment in found:
             os.close(segment.fd)
         raise
     give_back_free_memory()  # keys that only the index has now
     files.counters.add("recovered_blocks_total", count=len(pool.index.places))
+    return index is not None
 
 
 def _newest(files: SegmentFiles, slots: Sequence[int]) -> list[int]:
@@ -72,10 +86,10 @@ def _newest(files: SegmentFiles, slots: Sequence[int]) -> list[int]:
     return by_age[-files.descriptors_max :]
 
 
-def _adopt(found: Sequence[Segment], pool: SegmentPool, threads: int) -> None:
+def _adopt(found: Sequence[Segment], pool: SegmentPool, index: tuple[KeyTable, dict[int, Hashes]]) -> None:
     """Add segments, the oldest first; stores continue in the newest that has blocks."""
     pool.worth.restart([segment.table for segment in found])
-    places, hashes = _index_of(found, threads)
+    places, hashes = index
     resumable: Segment | None = None
     with pool.changed:
         pool.index.use(places)
@@ -286,6 +300,7 @@ class SegmentScan:
             return None
         segment.end_offset = summary.end_offset
         segment.sequence = summary.sequence
+        segment.table_checksum = summary.table_checksum
         if summary.epoch == self.epoch:
             segment.table = entries
         return summary

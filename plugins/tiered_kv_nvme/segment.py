@@ -93,6 +93,7 @@ class Segment:
     sequence: int = field(init=False)  # the next batch's number
     reserved_blocks: int = field(init=False)  # blocks written or reserved in this use
     key_bytes: int = field(init=False)  # of these blocks' keys
+    table_checksum: bytes = field(init=False)  # of the summary on the disk; empty: it may have none
 
     def __post_init__(self) -> None:
         self.renew(self.generation)
@@ -106,6 +107,7 @@ class Segment:
         self.sequence = 0
         self.reserved_blocks = 0
         self.key_bytes = 0
+        self.table_checksum = b""
         self.alone_until_s = 0.0
 
     @property
@@ -251,6 +253,7 @@ class SegmentFiles:
         try:
             buffer = ThreadBuffer().take(table_bytes + PAGE_BYTES)
             entries.encode(buffer[:table_bytes])
+            table_checksum = checksum(buffer[:table_bytes])
             Summary(
                 table_bytes,
                 len(entries),
@@ -260,13 +263,14 @@ class SegmentFiles:
                 segment.sequence,
                 segment.end_offset,
                 segment.segment_bytes,
-                checksum(buffer[:table_bytes]),
+                table_checksum,
             ).encode(buffer[table_bytes:])
             self.disk.datasync(segment.fd)
             write_all(segment.fd, [buffer], segment.segment_bytes - len(buffer), pwritev=self.disk.pwritev)
         except OSError as error:
             self.counters.note_io_error("writing a summary", error)
             return False
+        segment.table_checksum = table_checksum
         return True
 
     def delete(self, segment: Segment) -> None:

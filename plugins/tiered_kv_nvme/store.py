@@ -37,6 +37,7 @@ from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.reclaimer import Reclaimer
 from tiered_kv_nvme.recovery import recover
+from tiered_kv_nvme.saved_index import save_index
 from tiered_kv_nvme.segment import SegmentFiles, SegmentState
 from tiered_kv_nvme.sizing import SEGMENTS_MIN, Sizing
 from tiered_kv_nvme.worth import Worth
@@ -116,7 +117,7 @@ class SegmentStore:
         )
         worth = Worth(sizing.capacity_bytes // identity.block_bytes, sizing.segments_max)
         self.pool = SegmentPool(identity.digest, self._epoch.value, worth, wants_events=options.wants_events)
-        recover(self._files, self.pool, threads=options.threads)
+        self._used_saved_index = recover(self._files, self.pool, threads=options.threads)
         for segment in self.pool.segments.values():
             undo.callback(os.close, segment.fd)
         if self._epoch.is_new and (lost := sum(each.epoch > 0 for each in self.pool.segments.values())):
@@ -257,6 +258,7 @@ class SegmentStore:
             "codec": self._options.codecs.name,
             "threads": self._options.threads,
             "blocks_found": self.counters["recovered_blocks_total"],
+            "index": "as the last end saved it" if self._used_saved_index else "built from the segments",
         }
 
     def _problem(self, need: Need) -> str:
@@ -284,8 +286,10 @@ class SegmentStore:
         with self.pool.changed:
             self.pool.close()
 
-    def close(self, timeout_s: float | None = None) -> bool:
+    def close(self, timeout_s: float | None = None, save_until_s: float = math.inf) -> bool:
         """Write the missing summaries and release the directory. Return False if a thread is still busy: call again.
+
+        The index is saved if that takes no longer than until `save_until_s`, by `time.monotonic`.
 
         A segment in which a system call hangs stays open, and the directory stays locked, until a later call or the end
         of the process. So the hanging call cannot change another owner's file.
@@ -294,12 +298,14 @@ class SegmentStore:
             return True
         with self.pool.changed:
             self.pool.close()
-            self.pool.index.clear()
         deadline = time.monotonic() + (CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
         for join in (self._reclaimer.join, self._reset_task.join):
             if not join(max(0.0, deadline - time.monotonic())):
+                with self.pool.changed:
+                    self.pool.index.clear()
                 return False
         with self.pool.changed:
+            places = self.pool.index.clear()
             segments = list(self.pool.segments.values())
             idle = [segment for segment in segments if not segment.readers and not segment.writers]
             for segment in idle:
@@ -308,10 +314,12 @@ class SegmentStore:
             for segment in idle:
                 release.callback(os.close, segment.fd)
             for segment in idle:
-                if segment.state is SegmentState.FULL and segment.epoch == self.pool.epoch:
-                    self._files.seal(segment)
+                is_due = segment.state is SegmentState.FULL and segment.epoch == self.pool.epoch
+                if is_due and self._files.seal(segment):
+                    segment.state = SegmentState.SEALED
         if len(idle) < len(segments):
             return False
+        save_index(self._files, segments, places, self.pool.epoch, min(deadline, save_until_s))
         self._released = True
         _open_stores.discard(self)
         with ExitStack() as release:

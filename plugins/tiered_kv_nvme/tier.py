@@ -8,6 +8,8 @@ between; a failed block is reported by its key.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +35,7 @@ STORE_PART_BLOCKS_MIN = 64  # in a store: no request waits for it. With 16 a ser
 ABSENT_MAX: Final = 4096  # touched blocks that the directory lacks, until they are taken
 _ROOM_TIMEOUT_MAX_S: Final = 5.0  # how long a store waits for a free segment, at most
 _SHUTDOWN_TIMEOUT_S: Final = 2.0
+_SHUTDOWN_SPARE_S: Final = 0.3  # of this time, for what follows the saving of the index
 
 _log = logging.getLogger("tiered_kv.nvme")
 
@@ -70,6 +73,7 @@ class NvmeTier(BlockingTier):
             raise
         self.epoch = self._store.epoch
         self._absent: deque[OffloadKey] = deque(maxlen=ABSENT_MAX)  # touched; the scheduler's thread owns it
+        self._save_until_s = math.inf
         self._index = self._store.pool.index  # saves two attribute lookups per call of `lookup`
 
     # The scheduler's thread.
@@ -117,6 +121,7 @@ class NvmeTier(BlockingTier):
         return self._store.describe()
 
     def shutdown(self) -> None:
+        self._save_until_s = time.monotonic() + _SHUTDOWN_TIMEOUT_S - _SHUTDOWN_SPARE_S
         self._store.stop_stores()  # a worker that waits for room would exceed the time for closing
         super().shutdown()
 
@@ -132,7 +137,7 @@ class NvmeTier(BlockingTier):
         return self._store.contains(keys)
 
     def close(self) -> None:
-        self._store.close()
+        self._store.close(save_until_s=self._save_until_s)
 
 
 def _open_store(spec: TierSpec, primary_kv_view: memoryview, settings: NvmeSettings) -> SegmentStore:

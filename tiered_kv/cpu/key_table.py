@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from struct import Struct
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,18 @@ _RECORDS_MAX = 64
 _CHUNK = 1 << 16
 """How many keys or buckets `build` works on at a time, so that they fit into the processor's cache."""
 _NUMBERS: Final = {4: Struct("=I"), 8: Struct("=Q")}
+
+
+class TablePart(NamedTuple):
+    """Some buckets, one after another, for a file."""
+
+    sizes: bytes  # the number of records of each bucket, one byte each
+    records: bytes  # each a key, and its number as the machine has it
+
+    def buckets(self, record_bytes: int) -> list[bytes]:
+        ends = np.cumsum(np.frombuffer(self.sizes, np.uint8), dtype=np.int64) * record_bytes
+        records = self.records
+        return [records[start:end] for start, end in pairwise([0, *ends.tolist()])]
 
 
 class KeyTable:
@@ -85,7 +97,7 @@ class KeyTable:
             return table
         table._use_length(key_bytes)
         bucket_count = -(-count // _RECORDS)
-        table._mask = mask = (1 << (bucket_count - 1).bit_length()) - 1
+        table._mask = mask = _mask_of(bucket_count)
         hashes = key_hashes(keys) if hashes is None else hashes
         order, indexes = _ordered(keys, hashes, bucket_count, mask, threads)
         ends = np.searchsorted(indexes, np.arange(bucket_count + 1, dtype=np.uint32)) * table._record_bytes
@@ -106,6 +118,31 @@ class KeyTable:
         for index in np.flatnonzero(np.diff(ends) > _RECORDS_MAX * record.itemsize).tolist():
             table._spill(index)
         return table
+
+    @classmethod
+    def of_buckets(cls, key_bytes: int, parts: Sequence[list[bytes]], number_bytes: int = 8) -> KeyTable:
+        """Return a table of the buckets that `parts` gave, with all its parts in their order."""
+        table = cls(number_bytes)
+        table._use_length(key_bytes)
+        table._buckets = untracked([bucket for part in parts for bucket in part])
+        table._mask = _mask_of(len(table._buckets))
+        table._count = sum(map(len, table._buckets)) // table._record_bytes
+        return table
+
+    @property
+    def bucket_count(self) -> int:
+        return len(self._buckets)
+
+    def part_count(self, bucket_count: int) -> int:
+        """Return how many `parts` there are; 0 if some keys are in no bucket, or if there are none."""
+        return 0 if self._others or not self._count else -(-len(self._buckets) // bucket_count)
+
+    def parts(self, bucket_count: int) -> Iterator[TablePart]:
+        """Iterate over a table that nobody changes, some buckets at a time."""
+        for first in range(0, len(self._buckets), bucket_count):
+            buckets = self._buckets[first : first + bucket_count]
+            sizes = np.fromiter(map(len, buckets), np.uint32, len(buckets)) // self._record_bytes
+            yield TablePart(sizes.astype(np.uint8).tobytes(), b"".join(buckets))
 
     @property
     def key_bytes(self) -> int:
@@ -322,6 +359,17 @@ class KeyTable:
         self._buckets[index] = bucket[:limit]
 
 
+def _mask_of(bucket_count: int) -> int:
+    return (1 << (bucket_count - 1).bit_length()) - 1
+
+
+def bucket_indexes(hashes: NDArray[np.uint32], bucket_count: int) -> NDArray[np.uint32]:
+    """Return the buckets, of so many, to which keys with these hashes belong."""
+    mask = _mask_of(bucket_count)
+    indexes = hashes & np.uint32(mask)
+    return np.where(indexes < bucket_count, indexes, indexes & np.uint32(mask >> 1))
+
+
 def key_hashes(keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """Return `zlib.crc32` of each row. It is affine: the exclusive or of one value for each byte and a constant."""
     count, key_bytes = keys.shape
@@ -366,8 +414,7 @@ def _ordered(
 
     def place(first: int) -> None:
         own = hashes[first : first + _CHUNK]
-        indexes = own & np.uint32(mask)
-        part = np.where(indexes < bucket_count, indexes, indexes & np.uint32(mask >> 1)).astype(np.uint64)
+        part = bucket_indexes(own, bucket_count).astype(np.uint64)
         part <<= np.uint64(rest_bits)
         if rest_bits:
             part |= own >> np.uint32(32 - rest_bits)

@@ -268,7 +268,7 @@ def test_blocks_that_move_while_the_store_is_closed_are_found_afterwards(bench: 
     used = [key for key, is_stored in zip(used, store.contains(used), strict=True) if is_stored]
     closing = threading.Thread(target=store.close, name="closing")
     closing.start()
-    bench.wait_until(lambda: not any(store.contains(used)))  # it has begun to close
+    bench.wait_until(lambda: store.pool.closed)
     gate.open()
     closing.join()
     bench.capacity_bytes *= 2  # so that nothing is evicted once it is open
