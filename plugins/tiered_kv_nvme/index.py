@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.key_table import KeyTable, key_hashes
+from tiered_kv.cpu.key_hashes import key_hashes
+from tiered_kv.cpu.key_table import KeyTable
 from tiered_kv_nvme.layout import Hashes
 from tiered_kv_nvme.segment import Segment
 

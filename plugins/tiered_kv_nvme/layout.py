@@ -291,25 +291,26 @@ class EntryTable:
         keys_offset = count * ENTRY_BYTES
         if keys_offset > len(table):
             return None
-        columns = np.frombuffer(table[:keys_offset], dtype=_ENTRY_COLUMNS)
-        lengths = columns["key"]
-        offsets = columns["offset"]
-        ends = offsets + columns["stored"]
-        keys_bytes = int(lengths.sum(dtype=np.int64))
+        decoded = cls()
+        if not count:
+            return decoded
+        decoded._entries = bytearray(table[:keys_offset])
+        columns = np.frombuffer(decoded._entries, dtype=_ENTRY_COLUMNS)
+        lengths, offsets = columns["key"], columns["offset"]
+        key_bytes_min, key_bytes_max = int(lengths.min()), int(lengths.max())
+        is_alike = key_bytes_min == key_bytes_max
+        keys_bytes = count * key_bytes_max if is_alike else int(lengths.sum(dtype=np.int64))
         if (
-            keys_bytes > len(table) - keys_offset
-            or (columns["stored"] > stored_bytes_max).any()
-            or ((lengths == 0) | (lengths > KEY_BYTES_MAX)).any()
-            or (offsets > end_offset_max).any()  # `ends` may have overflowed
-            or (ends > end_offset_max).any()
+            not 0 < key_bytes_min <= key_bytes_max <= KEY_BYTES_MAX
+            or keys_bytes > len(table) - keys_offset
+            or columns["stored"].max() > stored_bytes_max
+            or offsets.max() > end_offset_max  # the sums below may overflow
+            or (offsets + columns["stored"]).max() > end_offset_max
         ):
             return None
-        decoded = cls()
-        decoded._entries += table[:keys_offset]
-        decoded._keys += table[keys_offset : keys_offset + keys_bytes]
+        decoded._keys = bytearray(table[keys_offset : keys_offset + keys_bytes])
         decoded.states.frombytes(bytes(count * decoded.states.itemsize))
-        if count:
-            decoded._note_lengths({int(lengths.min()), int(lengths.max())})
+        decoded._note_lengths({key_bytes_min, key_bytes_max})
         return decoded
 
     def _note_lengths(self, sizes: Set[int]) -> None:

@@ -18,7 +18,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from tiered_kv.cpu.key_table import KeyTable, key_hashes
+from tiered_kv.cpu.key_hashes import key_hashes
+from tiered_kv.cpu.key_table import KeyTable
 from tiered_kv.system.file_systems import is_of_place, is_stuck
 from tiered_kv.system.heap import give_back_free_memory
 from tiered_kv.system.permissions import NotPrivateError

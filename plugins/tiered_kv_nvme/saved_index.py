@@ -25,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.cpu.key_table import KeyTable, TablePart, bucket_indexes, key_hashes
+from tiered_kv.cpu.key_hashes import bucket_indexes, key_hashes
+from tiered_kv.cpu.key_table import KeyTable, TablePart
 from tiered_kv.system.permissions import NotPrivateError, check_file
 from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.codecs import ThreadBuffer
@@ -247,30 +248,35 @@ class SavedIndex:
         is_taken = np.zeros(len(hashes), bool)
         offsets = list(accumulate((size for size, _ in self.parts), initial=header.header_bytes))
 
-        def read(number: int) -> list[bytes] | None:
+        def read(number: int) -> tuple[list[bytes], int] | None:
             part, own = self._read_part(number, offsets[number])
             if part is None:
                 return None
             first = number * _PART_BUCKETS
             rows = _rows(part, header.key_bytes, starts, counts)
-            buckets = np.repeat(np.arange(first, first + len(part.sizes)), np.frombuffer(part.sizes, np.uint8))
+            numbers = np.arange(first, first + len(part.sizes), dtype=np.uint32)
+            buckets = np.repeat(numbers, np.frombuffer(part.sizes, np.uint8))
             if rows is None or (bucket_indexes(own, header.bucket_count) != buckets).any():
                 return None
             hashes[rows] = own
             is_taken[rows] = True
-            return part.buckets(header.key_bytes + _NUMBER_BYTES)
+            return part.buckets(header.key_bytes + _NUMBER_BYTES), len(rows)
 
         calls = run_all(read, range(len(self.parts)), "tiered-kv-nvme-recovery", threads)
+        buckets, count = list[bytes](), 0
         try:
-            lists = [buckets for call in calls if (buckets := call.result()) is not None]
+            for call in calls:
+                part = call.result()
+                if part is None:
+                    return None
+                buckets += part[0]
+                count += part[1]
         except OSError as error:
             self.files.counters.note_io_error("reading the saved index", error)
             return None
-        if len(lists) < len(calls):
+        if not count == header.key_count == np.count_nonzero(is_taken):
             return None
-        table = KeyTable.of_buckets(header.key_bytes, lists, _NUMBER_BYTES)
-        if not len(table) == header.key_count == np.count_nonzero(is_taken):
-            return None
+        table = KeyTable.of_buckets(header.key_bytes, buckets, count, _NUMBER_BYTES)
         by_slot = {use.slot: hashes[starts[use.slot] :][: use.entry_count].copy() for use in self.uses}
         return table, by_slot
 

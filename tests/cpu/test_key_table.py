@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tiered_kv.cpu.key_table import KeyTable, key_hashes
+from tiered_kv.cpu.key_hashes import key_hashes
+from tiered_kv.cpu.key_table import KeyTable
 
 # Few short keys, so that operations meet; keys of zeros, whose bytes also lie across records.
 KEYS = st.one_of(

@@ -13,7 +13,6 @@ table addressing", VLDB 1980): each time one bucket is split, and no other key m
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -23,6 +22,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.cpu.key_hashes import bucket_indexes, key_hashes, mask_of
 from tiered_kv.system.heap import untracked
 from tiered_kv.system.threads import run_all
 
@@ -97,7 +97,7 @@ class KeyTable:
             return table
         table._use_length(key_bytes)
         bucket_count = -(-count // _RECORDS)
-        table._mask = mask = _mask_of(bucket_count)
+        table._mask = mask = mask_of(bucket_count)
         hashes = key_hashes(keys) if hashes is None else hashes
         order, indexes = _ordered(keys, hashes, bucket_count, mask, threads)
         ends = np.searchsorted(indexes, np.arange(bucket_count + 1, dtype=np.uint32)) * table._record_bytes
@@ -120,13 +120,12 @@ class KeyTable:
         return table
 
     @classmethod
-    def of_buckets(cls, key_bytes: int, parts: Sequence[list[bytes]], number_bytes: int = 8) -> KeyTable:
-        """Return a table of the buckets that `parts` gave, with all its parts in their order."""
+    def of_buckets(cls, key_bytes: int, buckets: list[bytes], count: int, number_bytes: int = 8) -> KeyTable:
+        """Return a table of `count` keys, from the buckets of all its `parts`."""
         table = cls(number_bytes)
         table._use_length(key_bytes)
-        table._buckets = untracked([bucket for part in parts for bucket in part])
-        table._mask = _mask_of(len(table._buckets))
-        table._count = sum(map(len, table._buckets)) // table._record_bytes
+        table._buckets, table._count = untracked(buckets), count
+        table._mask = mask_of(len(buckets))
         return table
 
     @property
@@ -357,47 +356,6 @@ class KeyTable:
             self._set_other(key, self._number.unpack_from(bucket, at + self._key_bytes)[0])
             self._count -= 1
         self._buckets[index] = bucket[:limit]
-
-
-def _mask_of(bucket_count: int) -> int:
-    return (1 << (bucket_count - 1).bit_length()) - 1
-
-
-def bucket_indexes(hashes: NDArray[np.uint32], bucket_count: int) -> NDArray[np.uint32]:
-    """Return the buckets, of so many, to which keys with these hashes belong."""
-    mask = _mask_of(bucket_count)
-    indexes = hashes & np.uint32(mask)
-    return np.where(indexes < bucket_count, indexes, indexes & np.uint32(mask >> 1))
-
-
-def key_hashes(keys: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Return `zlib.crc32` of each row. It is affine: the exclusive or of one value for each byte and a constant."""
-    count, key_bytes = keys.shape
-    if count < _CHUNK:  # such as a segment's
-        each = np.ascontiguousarray(keys).view(f"V{key_bytes}").ravel().tolist() if key_bytes else [b""] * count
-        return np.fromiter(map(zlib.crc32, each), np.uint32, count)
-    constant, tables = _crc_tables(key_bytes)
-    hashes = np.full(count, constant, np.uint32)
-    for first in range(0, count, _CHUNK):
-        of_part = hashes[first : first + _CHUNK]
-        for column, table in zip(np.ascontiguousarray(keys[first : first + _CHUNK].T), tables, strict=True):
-            of_part ^= table.take(column)
-    return hashes
-
-
-@functools.lru_cache(maxsize=4)  # making them takes some 10,000 checksums
-def _crc_tables(key_bytes: int) -> tuple[int, list[NDArray[np.uint32]]]:
-    """Return the checksum of `key_bytes` zeros, and by column what each value of a byte changes in it."""
-    zeros = bytes(key_bytes)
-    constant = zlib.crc32(zeros)
-    tables = [
-        np.array(
-            [zlib.crc32(zeros[:column] + bytes((value,)) + zeros[column + 1 :]) ^ constant for value in range(256)],
-            np.uint32,
-        )
-        for column in range(key_bytes)
-    ]
-    return constant, tables
 
 
 def _ordered(
