@@ -20,9 +20,8 @@ from typing import Any
 from tiered_kv.config.secrets import STRAY_CHARACTER, foreign_text, stray_character
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.metrics.counters import Counters
-from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.system.threads import BackgroundTask
-from tiered_kv.toolkit.failure_texts import OF_LOOKUPS, FailureTexts
+from tiered_kv.toolkit.objects.failures import RequestFailures
 from tiered_kv_s3.connection import Credentials, Endpoint
 from tiered_kv_s3.metrics import METRICS
 from tiered_kv_s3.settings import S3Settings
@@ -59,15 +58,12 @@ class BucketAccess:
             secrets = (settings.access_key_id, settings.secret_access_key, settings.session_token)
             self._explicit = Credentials(*(each.get_secret_value() if each else "" for each in secrets))
         self._secrets = settings.secret_texts()
-        self.counters = Counters(METRICS)  # the tier's
+        self.failures = RequestFailures(tier, Counters(METRICS), self.sentence, _log)
         self.url = f"{settings.endpoint_url or 's3:/'}/{settings.bucket}"  # the bucket's, for messages
         # Guards the credentials, `_problem`, `_asked_s`, `_renewed_s`, and changes of `_session` and `_asking`.
         self._lock = threading.Lock()  # never held while a provider runs
         self._current: Credentials | None = None
         self._used: deque[Credentials] = deque(maxlen=8)  # the last ones: servers' texts may repeat them
-        self.failure_texts = FailureTexts()
-        self._limit = LogLimit()
-        """Limits the lines of the log, by operation, reason and level."""
         self._renew_pause_s = RENEW_PAUSE_S
         self._problem = "no thread can be started that asks for credentials"  # why there are no credentials
         self._asked_s = self._renewed_s = -math.inf  # the last call of the provider, and the last `renew`
@@ -133,16 +129,6 @@ class BucketAccess:
             self._renew_pause_s = RENEW_PAUSE_S
             _log.warning("tier '%s': the server refused the credentials; they were read again, and changed", self._tier)
         return is_other
-
-    def note_failure(self, operation: str, reason: str, words: str, level: int = logging.WARNING) -> str:
-        """Count a failure, and log it, at a bounded rate for each operation and reason; return its `sentence`."""
-        self.counters.add("failed_requests_total", operation, str(reason))  # a label is no member of an enum
-        said = self.sentence(reason, words, operation)
-        self.failure_texts.note(OF_LOOKUPS if operation == "head" else str(reason), said)
-        if self._limit.take((operation, reason, level)) is not None:
-            about = "tier '%s': a request to %s failed: %s; %s, in failed_requests_total{%s}"
-            _log.log(level, about, self._tier, operation, said, self._limit.about, str(reason))
-        return said
 
     def sentence(self, reason: str, words: str, operation: str = "") -> str:
         """Return the fault of the bucket, and the remedy; without the secrets that a server may repeat."""

@@ -9,16 +9,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import random
 import re
 import select
-import threading
 import time
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from tiered_kv.toolkit.objects.retries import Retries
+from tiered_kv.toolkit.objects.settings import HEADS_IN_FLIGHT_MAX
+from tiered_kv.toolkit.objects.store import ObjectStore, Sink
+from tiered_kv.toolkit.objects.verdict import FAILURES, RETRYABLE, Verdict
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv_s3.access import BucketAccess
 from tiered_kv_s3.connection import (
@@ -32,11 +34,8 @@ from tiered_kv_s3.connection import (
     Signer,
 )
 from tiered_kv_s3.pool import ConnectionPool
-from tiered_kv_s3.settings import HEADS_IN_FLIGHT_MAX, S3Settings
+from tiered_kv_s3.settings import S3Settings
 from tiered_kv_s3.verdict import (
-    FAILURES,
-    RETRYABLE,
-    Verdict,
     region_in,
     seconds_of,
     verdict_of,
@@ -44,8 +43,6 @@ from tiered_kv_s3.verdict import (
     words_in,
 )
 
-BACKOFF_FIRST_S = 0.1
-BACKOFF_MAX_S = 2.0
 MOVE_S = 10.0
 """Seconds after a move to another region in which requests to the earlier region are repeated."""
 
@@ -56,12 +53,10 @@ _UNSIGNED_HEADERS = "user-agent: tiered-kv\r\naccept-encoding: identity\r\n"
 _DIGESTS = re.compile(r"md5|digest|checksum|sha-?256|payload|SignatureDoesNotMatch", re.IGNORECASE)
 """Words of servers that refuse a body without its digest, or a body that is not part of the signature."""
 
-Sink = Callable[[int], Sequence[memoryview] | None]
-"""Called with the length of a body in bytes; returns the memory for it, or None to refuse it."""
 Exchange = Callable[[Connection, Credentials], Verdict]  # makes one attempt of a request
 
 
-class Bucket:
+class Bucket(ObjectStore):
     """The requests for one bucket. Any thread may call; each call opens at most one connection, `head_all` up to 16.
 
     Raises `ConfigError`: the file of authorities cannot be read.
@@ -69,8 +64,8 @@ class Bucket:
 
     def __init__(self, settings: S3Settings, access: BucketAccess) -> None:
         self._access = access
-        self._counters = access.counters
-        self._attempts_max = settings.attempts
+        self._counters = access.failures.counters
+        self._retries = Retries(settings.attempts, access.failures)
         self._stall_s = settings.request_timeout
         self._ttl_s = settings.ttl or math.inf
         self._has_ages = settings.ttl is not None or settings.capacity is not None
@@ -82,14 +77,16 @@ class Bucket:
             "x-amz-server-side-encryption-aws-kms-key-id": settings.kms_key_id,
         }
         self._put_headers = {name: value for name, value in headers.items() if value}
-        self.pool = ConnectionPool(access.endpoint(), settings.ca_file, access.counters)
+        self.pool = ConnectionPool(access.endpoint(), settings.ca_file, access.failures.counters)
         self._signer = Signer(access.region)
         self._moved_s = -math.inf
         """When the signer and the pool last got another region, in seconds of `time.monotonic()`."""
-        self._words: dict[Verdict, str] = {}  # the server's last text, by verdict; any thread
-        self._closing = threading.Event()
-        self.heard_s = -math.inf
-        """When the server last refused a request, in seconds of `time.monotonic()`. Any thread assigns."""
+        self._words = self._retries.words
+        self._heard_s = -math.inf  # any thread assigns it
+
+    @property
+    def heard_s(self) -> float:
+        return self._heard_s
 
     def put(
         self, name: str, pieces: Sequence[bytes | memoryview], deadline: float, *, only_if_absent: bool = False
@@ -181,20 +178,6 @@ class Bucket:
 
         return self._retry("get", get, deadline)
 
-    def read(self, name: str, bytes_max: int, deadline: float) -> tuple[Verdict, bytes]:
-        """Return a small object of any age. Only DONE comes with bytes; the verdict is OVERSIZED beyond `bytes_max`."""
-        data = bytearray()
-
-        def sink(size_bytes: int) -> list[memoryview] | None:
-            nonlocal data
-            if size_bytes > bytes_max:
-                return None
-            data = bytearray(size_bytes)
-            return [memoryview(data)]
-
-        verdict = self.get(name, sink, bytes_max, deadline, expires=False)
-        return verdict, bytes(data) if verdict is Verdict.DONE else b""
-
     def delete(self, name: str, deadline: float) -> Verdict:
         """Delete an object. The verdict is DONE also if it does not exist."""
 
@@ -216,7 +199,7 @@ class Bucket:
         patience = Patience(deadline, min(self._stall_s, max(0.0, deadline - now_s) / 2))
         verdicts = [Verdict.UNASKED] * len(names)
         waiting = deque(range(len(names)))
-        for attempt in self._attempts((now_s + deadline) / 2):
+        for attempt in self._retries.attempts((now_s + deadline) / 2):
             self._counters.add("retried_requests_total", count=len(waiting) if attempt else 0)
             self._head_each(names, waiting, verdicts, patience)
             self._counters.add("slow_down_answers_total", count=verdicts.count(Verdict.SLOW_DOWN))
@@ -224,7 +207,7 @@ class Bucket:
             if not waiting:
                 break
         for verdict in FAILURES.intersection(verdicts):
-            self._access.note_failure("head", verdict, self._words.get(verdict, ""))
+            self._access.failures.note("head", verdict, self._words.get(verdict, ""))
         return verdicts
 
     def _head_each(
@@ -299,7 +282,7 @@ class Bucket:
 
     def close(self) -> None:
         """Make the requests in flight fail, and close every connection."""
-        self._closing.set()
+        self._retries.closing.set()
         self.pool.close()
 
     # One request.
@@ -342,7 +325,7 @@ class Bucket:
 
     def _verdict_of(self, answer: Answer, body: bytes) -> Verdict:
         """Return the verdict on a failure; go to another region if the server names it."""
-        self.heard_s = time.monotonic()
+        self._heard_s = time.monotonic()
         verdict = verdict_of(answer, body)
         self._words[verdict] = words_in(answer, body)
         region = region_in(answer, body) if verdict is Verdict.MOVED else ""
@@ -352,28 +335,8 @@ class Bucket:
             self.pool.move(self._access.endpoint())
         return Verdict.REDIRECTED if region and time.monotonic() - self._moved_s < MOVE_S else verdict
 
-    def _attempts(self, until_s: float) -> Iterator[int]:
-        """Yield the number of each attempt, after a pause for all but the first, while there is time for another."""
-        yield 0
-        for number in range(1, self._attempts_max):
-            pause_s = random.uniform(0, min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (number - 1)))
-            if time.monotonic() + pause_s >= until_s or self._closing.wait(pause_s):
-                return
-            yield number
-
     def _retry(self, method: str, exchange: Exchange, deadline: float) -> Verdict:
-        """Repeat a request until it succeeds or fails for good, or its attempts or its time are over."""
-        verdict = Verdict.TIMEOUT
-        for attempt in self._attempts(deadline):
-            self._counters.add("retried_requests_total", count=min(attempt, 1))
-            verdict = self._try(exchange, Patience(deadline, self._stall_s))
-            self._counters.add("slow_down_answers_total", count=verdict is Verdict.SLOW_DOWN)
-            if verdict not in RETRYABLE:
-                break
-        verdict = Verdict.MOVED if verdict is Verdict.REDIRECTED else verdict  # the server names regions without end
-        if verdict in FAILURES:
-            self._access.note_failure(method, verdict, self._words.get(verdict, ""))
-        return verdict
+        return self._retries.run(method, lambda: self._try(exchange, Patience(deadline, self._stall_s)), deadline)
 
     def _try(self, exchange: Exchange, patience: Patience) -> Verdict:
         credentials = self._access.credentials(patience.deadline)

@@ -21,19 +21,19 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tiered_kv.system.threads import run_all
+from tiered_kv.toolkit.objects.store import DELETED_AT_ONCE, Listed, ObjectControl
+from tiered_kv.toolkit.objects.verdict import BucketError, Verdict
 from tiered_kv.toolkit.resolver import causes_of, words_of
 from tiered_kv_s3.access import BucketAccess, library_errors
 from tiered_kv_s3.connection import Credentials
 from tiered_kv_s3.pages import POSITIONS
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.verdict import BucketError, Verdict, seconds_of, verdict_of_error
+from tiered_kv_s3.verdict import seconds_of, verdict_of_error
 
 PAGE_OBJECTS: Final = 1000  # objects in one page of a listing; S3's limit
-DELETED_AT_ONCE: Final = 100
-"""Names in one request to delete: some servers need 20 ms for each name, and all share one `request_timeout`."""
 LISTED_MIN: Final = 100  # a smaller page is not divided when its listing takes too long
 PARALLEL_DELETES: Final = 8
 _ATTEMPTS_MAX: Final = 3
@@ -59,15 +59,7 @@ _NO_NEXT_PAGE: Final = "NoNextPage"
 _CODE = re.compile(r"[A-Za-z0-9.]{1,100}")
 
 
-class Listed(NamedTuple):
-    """An object in a listing; its age is by the server's clock. The oldest object sorts last."""
-
-    age_s: float
-    name: str
-    size_bytes: int
-
-
-class Control:
+class Control(ObjectControl):
     """Lists, deletes and copies objects. Any thread may call.
 
     Every method raises `BucketError` if the request fails. If a listing has no sizes, a block counts `record_bytes`.
@@ -93,7 +85,6 @@ class Control:
         self._client: Any = None  # Any: boto3 makes its class at run time
 
     def listed(self, prefix: str) -> Iterator[list[Listed]]:
-        """Yield the objects with names that begin with `prefix`, a page at a time."""
         for page in self._object_pages(prefix):
             now_s = seconds_of(page["ResponseMetadata"]["HTTPHeaders"].get("date", "")) or time.time()
             yield [
@@ -102,7 +93,6 @@ class Control:
             ]
 
     def folders(self, prefix: str) -> list[str]:
-        """Return the parts of names between `prefix` and the next slash; at most a thousand."""
         request = operator.methodcaller("list_objects_v2", Bucket=self._bucket, Prefix=prefix, Delimiter="/")
         found = self._call("list", request).get("CommonPrefixes", ())
         return [each["Prefix"].removeprefix(prefix).rstrip("/") for each in found]
@@ -132,7 +122,10 @@ class Control:
                 self.without_versions = self.without_versions or _IGNORED
                 yield [(each, False) for each in page["Contents"]]
 
-    def delete(self, objects: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    def delete(self, names: Sequence[str]) -> dict[int, str]:
+        return self.delete_versions([{"Key": name} for name in names])
+
+    def delete_versions(self, objects: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """Delete objects or versions; return S3's error code for each that it did not delete, by its position.
 
         An object has its "Key", a version its "VersionId" too; other entries of a listing are ignored.
@@ -173,11 +166,9 @@ class Control:
         return {}
 
     def not_deleted(self) -> BucketError:
-        """Return the error for objects that are listed after the server has confirmed that it deleted them."""
         return self._error("delete", "NotDeleted", "the server confirmed to have deleted objects that it still lists")
 
     def read(self, name: str, bytes_max: int) -> tuple[float, bytes]:
-        """Return the age of a small object and its first bytes; infinitely old and empty if it is missing."""
         failures: tuple[type[Exception], ...] = (*library_errors(), OSError)
         try:
             found = self._call("get", lambda client: client.get_object(Bucket=self._bucket, Key=name))
@@ -191,11 +182,9 @@ class Control:
             raise self._error("get", Verdict.BROKEN) from None
 
     def write(self, name: str, data: bytes) -> None:
-        """Store a small object."""
         self._call("put", lambda client: client.put_object(Bucket=self._bucket, Key=name, Body=data))
 
     def age_s(self, name: str) -> float | None:
-        """Return how old an object is; None if it is missing."""
         try:
             return self._age_s(self._call("head", lambda client: client.head_object(Bucket=self._bucket, Key=name)))
         except BucketError as error:
@@ -203,8 +192,16 @@ class Control:
                 raise
             return None
 
-    def renew(self, name: str) -> None:
-        """Set an object's age to 0, by a copy onto itself on the server."""
+    def renew(self, name: str) -> bool:
+        try:
+            self._renew(name)
+        except BucketError as error:
+            if error.reason not in NO_OBJECT:
+                raise
+            return False
+        return True
+
+    def _renew(self, name: str) -> None:
         given = {
             "StorageClass": self._settings.storage_class,
             "ServerSideEncryption": self._settings.server_encryption,
@@ -291,7 +288,7 @@ class Control:
             code = _valid_code(each.get("Code"))
             if code in NO_OBJECT:
                 continue
-            self._access.note_failure("delete", code, str(each.get("Message", "")))
+            self._access.failures.note("delete", code, str(each.get("Message", "")))
             refused[each.get("Key", ""), each.get("VersionId", "")] = code
         names = [(each["Key"], each.get("VersionId", "")) for each in named]
         codes = [refused.get((key, version)) or refused.get((key, "")) for key, version in names]
@@ -339,7 +336,7 @@ class Control:
         if code in NO_OBJECT and operation != "list":
             message = self._access.sentence(code, words)
         else:
-            message = self._access.note_failure(operation, code, words, level)
+            message = self._access.failures.note(operation, code, words, level)
         return BucketError(message, code, tier=self._tier, operation=operation, status=status)
 
     def _boto3(self) -> Any:

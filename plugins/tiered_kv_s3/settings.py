@@ -1,37 +1,26 @@
-"""The YAML entry of an s3 tier, and its needs of the process and the machine.
+"""The YAML entry of an s3 tier.
 
 `config.stack_config` reads it on the thread that opens a stack. Importing it does not import boto3.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal, Self
+from typing import Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from tiered_kv.config.secrets import STRAY_CHARACTER, stray_character
-from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
-from tiered_kv.system.limits import Take
-from tiered_kv.toolkit.codecs import CodecSettings
-
-HEADS_IN_FLIGHT_MAX: Final = 16
-"""Connections over which one batch of HEAD requests travels, besides those for transfers."""
+from tiered_kv.config.units import FilePath, Seconds
+from tiered_kv.toolkit.objects.settings import ObjectSettings
 
 
-class S3Settings(CodecSettings):
+class S3Settings(ObjectSettings):
     """Settings of the tier that keeps blocks in a bucket."""
 
     type: str = "s3"
     bucket: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{1,62}$", examples=["kv-blocks"], description="The bucket. It must exist."
-    )
-    prefix: str = Field(
-        default="tiered-kv",
-        max_length=512,
-        pattern=r"^[A-Za-z0-9!_.'()-]+(/[A-Za-z0-9!_.'()-]+)*$",
-        examples=["kv/blocks"],
-        description="What every object's name begins with; one or more words between slashes.",
     )
     endpoint_url: str | None = Field(
         default=None, description="The server, as http(s)://HOST:PORT; by default AWS, by region."
@@ -54,30 +43,11 @@ class S3Settings(CodecSettings):
     ca_file: FilePath | None = Field(
         default=None, description="PEM file of the authorities that may sign the server's certificate."
     )
-    connections: Count = Field(default=16, ge=2, le=256, description="Blocks in flight, each on one connection.")
     request_timeout: Seconds = Field(
         default=5.0,
         gt=0,
         le=300,
         description="How long a connection may take to open, or go without a byte, before the request is repeated.",
-    )
-    attempts: Count = Field(default=5, ge=1, le=100, description="How often a request is tried.")
-    presence_ttl: Seconds = Field(
-        default=10.0,
-        ge=0,
-        le=3600,
-        description="How long the tier keeps the bucket's answer that a block exists or does not.",
-    )
-    ttl: Seconds | None = Field(
-        default=None, gt=0, description="Older blocks are misses, and a sweep deletes them; by default no limit."
-    )
-    capacity: Bytes | None = Field(
-        default=None,
-        ge=1,
-        description="A sweep deletes this namespace's oldest blocks beyond so many bytes; by default no limit.",
-    )
-    sweep_interval: Seconds = Field(
-        default=60.0, gt=0, le=86400, description="How often the bucket is listed to keep ttl and capacity."
     )
     storage_class: str | None = Field(
         default=None,
@@ -96,13 +66,6 @@ class S3Settings(CodecSettings):
     sign_payload: bool = Field(
         default=False, description="Hash every body into its signature, for buckets whose policy demands it."
     )
-
-    @field_validator("prefix")
-    @classmethod
-    def _check_prefix(cls, prefix: str) -> str:
-        if {".", ".."} & set(prefix.split("/")):
-            raise ValueError("expected no '.' and no '..' between slashes: servers remove them from a path")
-        return prefix
 
     @field_validator("access_key_id", "secret_access_key", "session_token")
     @classmethod
@@ -126,10 +89,6 @@ class S3Settings(CodecSettings):
         if parts.username is not None or parts.query or parts.fragment:
             raise ValueError("expected a URL without user, query and fragment; credentials have settings of their own")
         return url
-
-    def takes(self, block_bytes: int) -> tuple[Take, ...]:
-        sockets = self.connections + HEADS_IN_FLIGHT_MAX
-        return (Take("descriptors", sockets, "connections"), Take("threads", sockets + 2, "connections"))
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

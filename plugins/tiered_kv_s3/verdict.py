@@ -1,7 +1,6 @@
-"""The results of requests: success, or the reason of a failure and whether another attempt may help.
+"""What an answer of S3 means: its verdict, its words, and the sentence that names the bucket, the fault and the remedy.
 
-`Bucket`, `Control` and the administration make them, on their threads. A message names the bucket, the reason and the
-remedy.
+`Bucket`, `Control` and the access call it, on their threads.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import html
 import re
 import ssl
 from datetime import UTC, datetime
-from enum import StrEnum
 
-from tiered_kv.errors import TierUnavailableError
+from tiered_kv.toolkit.objects.verdict import Verdict
 from tiered_kv_s3.connection import Answer, BadAnswerError
 
 _CODE = re.compile(rb"<(?:\w+:)?Code>\s*([A-Za-z0-9.]{1,100})\s*</")
@@ -28,56 +26,6 @@ _FULL_CODES = frozenset({"XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", 
 _UNAVAILABLE_CODES = frozenset(
     {"RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted", "ConditionalRequestConflict"}
 )
-
-
-class Verdict(StrEnum):
-    """The result of a request; the value is its reason's name in the counters."""
-
-    DONE = "done"
-    ABSENT = "absent"
-    EXPIRED = "absent_by_age"  # the object is older than `ttl`
-    PRESENT = "present"  # an object of this name exists, and the request was not to replace it
-    OVERSIZED = "oversized"  # the object is longer, or shorter, than a record can be
-    CREDENTIALS_EXPIRED = "credentials_expired"  # the credentials have expired, and there are no others
-    NO_BUCKET = "no_bucket"
-    DENIED = "denied"
-    NO_SPACE = "no_space"  # the server's storage, or a quota, is full; it still serves loads
-    UNASKED = "unasked"  # the request was not sent: its time was over
-    UNANSWERED = "unanswered"  # the bucket does not answer for this block, while it answers for others
-    UNREADABLE = "unreadable"
-    """The object cannot be read by this process, and stays; see `tiered_kv.toolkit.record.Unreadable`."""
-    REFUSED = "refused"  # the server refuses the request as invalid
-    UNTRUSTED = "untrusted"  # the server's certificate is not signed by a trusted authority
-    MOVED = "moved"  # the bucket is in another region than the setting `region`
-
-    # Another attempt may help.
-    SLOW_DOWN = "slow_down"
-    UNAVAILABLE = "unavailable"
-    TIMEOUT = "timeout"
-    BROKEN = "broken"  # the connection was reset, or the answer was cut off or not HTTP
-    CREDENTIALS = "credentials"  # the credentials had expired, and there are new ones
-    REDIRECTED = "redirected"  # the request was for another region than the bucket's, which is known now
-
-
-_OF_SERVER = {Verdict.SLOW_DOWN, Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN}
-_OF_SETTINGS = {Verdict.CREDENTIALS_EXPIRED, Verdict.NO_BUCKET, Verdict.DENIED, Verdict.REFUSED, Verdict.MOVED}
-RETRYABLE = frozenset({*_OF_SERVER, Verdict.CREDENTIALS, Verdict.REDIRECTED})
-FAILURES = RETRYABLE | _OF_SETTINGS | {Verdict.UNTRUSTED, Verdict.NO_SPACE}
-ABSENCE = frozenset({Verdict.ABSENT, Verdict.EXPIRED})
-UNHEARD = frozenset({Verdict.UNAVAILABLE, Verdict.TIMEOUT, Verdict.BROKEN, Verdict.UNASKED})
-"""The server has not answered the request."""
-
-
-class BucketError(TierUnavailableError):
-    """A request failed; the message is a `sentence`.
-
-    `reason` is a verdict, an error code of S3, or the class of an exception. `status` is 0 without an answer.
-    """
-
-    def __init__(self, message: str, reason: str, *, tier: str, operation: str, status: int = 0) -> None:
-        super().__init__(message, tier=tier, operation=operation)
-        self.reason = reason
-        self.status = status
 
 
 _CREDENTIALS = ("refuses the credentials", "correct 'access_key_id' and 'secret_access_key', or the profile's")

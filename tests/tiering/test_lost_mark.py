@@ -38,7 +38,7 @@ def entry_and_loss(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[dict
         return entry, lambda tier: next(directory.rglob("epoch")).unlink()
     server, bucket = request.getfixturevalue("moto_server"), request.getfixturevalue("moto_bucket")
     entry = s3_entry(server, bucket, presence_ttl=0)
-    return entry, lambda tier: tier._control.delete([{"Key": tier._naming.epoch}])
+    return entry, lambda tier: tier._control.delete([tier._naming.epoch])
 
 
 def test_processes_share_blocks_again_after_the_mark_was_deleted(

@@ -233,14 +233,14 @@ def test_a_purge_keeps_the_mark_that_a_reset_writes_while_it_runs(
     with closing(place.s3.client()) as client:
         for name in (f"{root}namespace.json", block, block):
             client.put_object(Bucket=place.bucket, Key=name, Body=b"block")
-        delete = Control.delete
+        delete = Control.delete_versions
 
         def delete_late(self: Control, objects: Sequence[Mapping[str, str]]) -> dict[int, str]:
             if f"{root}epoch" not in place.stored():
                 client.put_object(Bucket=place.bucket, Key=f"{root}epoch", Body=b"new")
             return delete(self, objects)
 
-        monkeypatch.setattr(Control, "delete", delete_late)
+        monkeypatch.setattr(Control, "delete_versions", delete_late)
         status, tier = purge(alice)
     assert [(name, data) for name, _, data in place.everything()] == [(f"{root}epoch", b"new")]
     (found,) = tier["namespaces"]

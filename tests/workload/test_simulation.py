@@ -22,6 +22,7 @@ from tiered_kv.errors import ConfigError
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.toolkit.keys_only import KeyStore
+from tiered_kv.toolkit.objects.simulation import ObjectKeys
 from tiered_kv.workload.hit_rates import default_sizes, hit_curve, hit_rate, host_rates
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import ChatWorkload, Request, block_key, hints_from_sessions, sessions
@@ -43,7 +44,6 @@ from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.simulation import NvmeKeys
 from tiered_kv_redis.simulation import RedisKeys
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.simulation import S3Keys
 
 KIB = 1 << 10
 BLOCK_BYTES = 4 * KIB
@@ -140,7 +140,7 @@ def assert_agrees(
 ) -> None:
     """Compare each tier's hit rate with that of a replay with bytes, which waits for storage after each step."""
     monkeypatch.chdir(directory)
-    for keys in (KeyStore, FsKeys, RedisKeys, S3Keys):
+    for keys in (KeyStore, FsKeys, RedisKeys, ObjectKeys):
         monkeypatch.setattr(keys, "load_steps", 0)
     requests = list(ChatWorkload(chats=40, turns=5, active_chats=20, turn_blocks=3).requests())
     config = stack_of(*tiers)
@@ -312,7 +312,7 @@ def test_a_load_leaves_the_head_of_a_prompt_to_the_last() -> None:
 
 
 def test_ttl_ends_blocks_and_s3_renews_those_that_are_used(clock: ManualClock) -> None:
-    keys = S3Keys(S3Settings(bucket="bucket", ttl=10.0), 512, clock)
+    keys = ObjectKeys(S3Settings(bucket="bucket", ttl=10.0), 512, clock)
     keys.store(KEYS[:2])
     clock.advance(6)
     assert keys.load(KEYS[:1]) == KEYS[:1]

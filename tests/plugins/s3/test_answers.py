@@ -30,11 +30,11 @@ from tiered_kv.errors import TierUnavailableError
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import ManualClock, wait_until
 from tiered_kv.testing.rig import block_content, make_keys
+from tiered_kv.toolkit.objects.naming import Naming
 from tiered_kv.toolkit.record import encode_record
 from tiered_kv.toolkit.resolver import Addresses, addresses_of
 from tiered_kv_s3 import connection as connection_module
 from tiered_kv_s3.connection import Endpoint, Patience, Proxy
-from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.pool import open_connection, tls_context
 
 pytest.importorskip("boto3", reason="boto3 is not installed")

@@ -129,7 +129,7 @@ def test_a_purge_continues_as_long_as_the_server_deletes_something(
     rig = make_rig()
     assert rig.store(make_keys(4)).success
     requests = 0
-    delete = Control.delete
+    delete = Control.delete_versions
 
     def delete_some(self: Control, objects: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         nonlocal requests
@@ -137,7 +137,7 @@ def test_a_purge_continues_as_long_as_the_server_deletes_something(
         refusals = dict.fromkeys(range(deletes, len(objects)), "SlowDown")
         return refusals | (delete(self, objects[:deletes]) if deletes else {})
 
-    monkeypatch.setattr(Control, "delete", delete_some)
+    monkeypatch.setattr(Control, "delete_versions", delete_some)
     settings = S3Settings.model_validate(s3_entry(moto_server, moto_bucket))
     with contextlib.closing(S3Administration(settings)) as administration:
         purged = administration.purge(rig.spec.namespace_digest.hex(), time.monotonic() + WAIT_S)

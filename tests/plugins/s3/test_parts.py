@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from tiered_kv.metrics.counters import Counters
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.toolkit.objects.naming import Naming
+from tiered_kv.toolkit.objects.presence import Presence
+from tiered_kv.toolkit.objects.verdict import Verdict
 from tiered_kv_s3.bucket import Bucket
 from tiered_kv_s3.connection import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, Credentials, Endpoint, Signer
-from tiered_kv_s3.epoch import Naming
 from tiered_kv_s3.metrics import METRICS
-from tiered_kv_s3.presence import Presence
 from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.verdict import Verdict
 
 NAMING = Naming("kv", bytes(range(16)))
 FIRST_EPOCH = "0123456789abcdef"

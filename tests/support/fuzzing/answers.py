@@ -10,6 +10,7 @@ from typing import cast
 from tests.support.fuzzing import Target
 from tiered_kv.errors import FormatError
 from tiered_kv.toolkit.epoch import EpochMark
+from tiered_kv.toolkit.objects.verdict import Verdict
 from tiered_kv_s3.connection import (
     EMPTY_PAYLOAD,
     ERROR_BYTES_MAX,
@@ -21,7 +22,7 @@ from tiered_kv_s3.connection import (
     Patience,
     Signer,
 )
-from tiered_kv_s3.verdict import Verdict, seconds_of, verdict_of
+from tiered_kv_s3.verdict import seconds_of, verdict_of
 
 _ERROR = b"<Error><Code>RequestTimeTooSkewed</Code><Message>m</Message><Region>eu-west-1</Region></Error>"
 _DATE = b"date: Thu, 02 Jan 2025 03:04:05 GMT\r\nlast-modified: Thu, 02 Jan 2025 03:00:00 GMT\r\n"

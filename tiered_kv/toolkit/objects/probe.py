@@ -14,8 +14,8 @@ from typing import Final
 
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.system.threads import BackgroundTask
-from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.verdict import UNHEARD
+from tiered_kv.toolkit.objects.store import ObjectStore
+from tiered_kv.toolkit.objects.verdict import UNHEARD
 
 SILENT_AFTER: Final = 3
 """Lookups without an answer in a row: one lost answer is no outage."""
@@ -31,8 +31,8 @@ class BucketProbe:
         timeout_s: How long one request may take, as a lookup may.
     """
 
-    def __init__(self, bucket: Bucket, name: str, timeout_s: float, thread_name: str) -> None:
-        self._bucket = bucket
+    def __init__(self, store: ObjectStore, name: str, timeout_s: float, thread_name: str) -> None:
+        self._store = store
         self._name = name
         self._timeout_s = timeout_s
         self._over = threading.Event()
@@ -63,8 +63,8 @@ class BucketProbe:
         while self._is_silent and not self._over.is_set():
             with suppress(TierUnavailableError):  # raised if there are no credentials
                 asked_s = time.monotonic()
-                (verdict,) = self._bucket.head_all([self._name], time.monotonic() + self._timeout_s)
-                if verdict not in UNHEARD or self._bucket.heard_s >= asked_s:
+                (verdict,) = self._store.head_all([self._name], time.monotonic() + self._timeout_s)
+                if verdict not in UNHEARD or self._store.heard_s >= asked_s:
                     self.silences, self._is_silent = 0, False
                     return
             self._over.wait(pause_s * random.uniform(0.5, 1.0))

@@ -1,4 +1,4 @@
-"""The names of the tier's objects, and the object that keeps a namespace's epoch mark.
+"""The names of an object tier's objects.
 
     PREFIX/NAMESPACE/namespace.json             the namespace in readable form
     PREFIX/NAMESPACE/epoch                      the mark of the epoch that later processes join
@@ -16,10 +16,7 @@ import re
 from typing import Final
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.toolkit.epoch import MARK_BYTES_MAX
 from tiered_kv.toolkit.record import digest_of
-from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.verdict import BucketError, Verdict
 
 _BLOCK: Final = re.compile(r"[0-9a-f]{16}/([0-9a-f]{2})/\1[0-9a-f]{30}")
 """The form of a block's name after `Naming.blocks`."""
@@ -29,7 +26,8 @@ class Naming:
     """The names of one namespace's objects."""
 
     def __init__(self, prefix: str, namespace_digest: bytes) -> None:
-        self.root = f"{prefix}/{namespace_digest.hex()}/"
+        self.digest = namespace_digest.hex()
+        self.root = f"{prefix}/{self.digest}/"
         """The beginning of all names."""
         self.namespace = f"{self.root}namespace.json"
         self.epoch = f"{self.root}epoch"
@@ -49,32 +47,3 @@ class Naming:
     def owns(self, name: str) -> bool:
         """Return whether a name belongs to the layout above; other names are foreign."""
         return name in (self.namespace, self.epoch, self.sweep) or self.is_block(name)
-
-
-class EpochObject:
-    """The object with an epoch's mark, as an `EpochStore`. Methods raise `BucketError` if a request fails."""
-
-    def __init__(self, bucket: Bucket, name: str, tier: str) -> None:
-        self._bucket = bucket
-        self._name = name
-        self._tier = tier
-
-    def read(self, deadline: float) -> bytes | None:
-        verdict, data = self._bucket.read(self._name, MARK_BYTES_MAX, deadline)
-        if verdict is Verdict.ABSENT:
-            return None
-        self._check(verdict, "get", Verdict.OVERSIZED)  # a damaged mark: no bytes
-        return data
-
-    def create(self, data: bytes, deadline: float) -> None:
-        verdict = self._bucket.put(self._name, [data], deadline, only_if_absent=True)
-        if verdict is Verdict.REFUSED:  # a server without conditional writes
-            verdict = self._bucket.put(self._name, [data], deadline)
-        self._check(verdict, "put", Verdict.PRESENT)
-
-    def write(self, data: bytes, deadline: float) -> None:
-        self._check(self._bucket.put(self._name, [data], deadline), "put")
-
-    def _check(self, verdict: Verdict, operation: str, also_good: Verdict = Verdict.DONE) -> None:
-        if verdict not in (Verdict.DONE, also_good):
-            raise BucketError(self._bucket.sentence(verdict, operation), verdict, tier=self._tier, operation="epoch")

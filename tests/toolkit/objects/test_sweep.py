@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -13,15 +13,14 @@ from tiered_kv.errors import TierError
 from tiered_kv.metrics.counters import Counters
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
-from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.control import Control, Listed
-from tiered_kv_s3.deletion_age import DeletionAge
-from tiered_kv_s3.epoch import Naming
-from tiered_kv_s3.metrics import METRICS
-from tiered_kv_s3.presence import Presence
-from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.sweeper import Sweeper
-from tiered_kv_s3.verdict import BucketError, Verdict
+from tiered_kv.toolkit.objects.deletion_age import DeletionAge
+from tiered_kv.toolkit.objects.metrics import OBJECT_METRICS
+from tiered_kv.toolkit.objects.naming import Naming
+from tiered_kv.toolkit.objects.presence import Presence
+from tiered_kv.toolkit.objects.settings import ObjectSettings
+from tiered_kv.toolkit.objects.store import Listed, ObjectControl, ObjectStore
+from tiered_kv.toolkit.objects.sweeper import Sweeper
+from tiered_kv.toolkit.objects.verdict import Verdict
 
 NAMING = Naming("kv", bytes(16))
 EPOCH = "0123456789abcdef"
@@ -53,13 +52,13 @@ class SharedBucket:
             yield [Listed(self.now_s - self.written_s[name], name, RECORD_BYTES) for name in existing]
             self.meanwhile()
 
-    def delete(self, objects: Sequence[Mapping[str, str]]) -> dict[int, str]:
+    def delete(self, names: Sequence[str]) -> dict[int, str]:
         self.meanwhile()
-        for each in objects:
-            if each["Key"] not in self.refused:
-                self.written_s.pop(each["Key"], None)
-                self.marks.pop(each["Key"], None)
-        return {at: "AccessDenied" for at, each in enumerate(objects) if each["Key"] in self.refused}
+        for name in names:
+            if name not in self.refused:
+                self.written_s.pop(name, None)
+                self.marks.pop(name, None)
+        return {at: "AccessDenied" for at, name in enumerate(names) if name in self.refused}
 
     def age_s(self, name: str) -> float | None:
         return self.now_s - self.written_s[name] if name in self.written_s else None
@@ -71,21 +70,22 @@ class SharedBucket:
     def write(self, name: str, data: bytes) -> None:
         self.marks[name] = self.now_s, data
 
-    def renew(self, name: str) -> None:
+    def renew(self, name: str) -> bool:
         if name not in self.written_s:
-            raise BucketError("it is gone", "NoSuchKey", tier="s3", operation="copy", status=404)
+            return False
         self.renewed.append(name)
         self.written_s[name] = self.now_s
+        return True
 
 
 def sweeper_of(
     bucket: SharedBucket, capacity_bytes: int | None = None, ttl_s: float | None = None, interval_s: float = 3600.0
 ) -> tuple[Sweeper, Presence, Counters]:
-    counters = Counters(METRICS)
-    control = cast(Control, bucket)
+    counters = Counters(OBJECT_METRICS)
+    control = cast(ObjectControl, bucket)
     limits = {"capacity": capacity_bytes, "ttl": ttl_s, "sweep_interval": interval_s, "presence_ttl": 60}
-    settings = S3Settings.model_validate({"bucket": "bucket", **limits})
-    presence = Presence(cast(Bucket, None), counters, settings.presence_ttl)
+    settings = ObjectSettings.model_validate({"type": "objects", **limits})
+    presence = Presence(cast(ObjectStore, None), counters, settings.presence_ttl)
     sweeper = Sweeper(control, NAMING, presence, counters, settings, "sweeper")
     return sweeper, presence, counters
 
@@ -100,7 +100,7 @@ def running(sweeper: Sweeper) -> Iterator[None]:
 
 @pytest.mark.parametrize("candidates_max", [20, 5], ids=["at once", "in several listings"])
 def test_one_sweep_restores_the_capacity_oldest_first(monkeypatch: pytest.MonkeyPatch, candidates_max: int) -> None:
-    monkeypatch.setattr("tiered_kv_s3.sweeper.CANDIDATES_MAX", candidates_max)
+    monkeypatch.setattr("tiered_kv.toolkit.objects.sweeper.CANDIDATES_MAX", candidates_max)
     bucket = SharedBucket(20)
     sweeper, presence, counters = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)
     sweeper.sweep()
@@ -149,8 +149,8 @@ def test_the_thread_continues_after_failed_sweeps() -> None:
 
 
 def test_blocks_that_cannot_be_deleted_cost_no_others_their_deletion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiered_kv_s3.sweeper.DELETED_AT_ONCE", 2)
-    monkeypatch.setattr("tiered_kv_s3.sweeper.REFUSED_MAX", 3)
+    monkeypatch.setattr("tiered_kv.toolkit.objects.sweeper.DELETED_AT_ONCE", 2)
+    monkeypatch.setattr("tiered_kv.toolkit.objects.sweeper.REFUSED_MAX", 3)
     bucket = SharedBucket(20)
     bucket.refused = set(NAMES[:12:2])  # one in each request
     sweeper, presence, counters = sweeper_of(bucket, capacity_bytes=8 * RECORD_BYTES)

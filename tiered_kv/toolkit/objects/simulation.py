@@ -1,4 +1,4 @@
-"""The s3 tier for `tiered-kv simulate`: a bucket that deletes the oldest objects.
+"""An object tier for `tiered-kv simulate`: a bucket that deletes the oldest objects.
 
 The simulation calls it on its one thread. It has sizes and keys, and no bytes.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 
 from tiered_kv.toolkit.keys_only import KeyStore
-from tiered_kv_s3.presence import ASKED_AT_ONCE
+from tiered_kv.toolkit.objects.presence import ASKED_AT_ONCE
 
 
-class S3Keys(KeyStore):
+class ObjectKeys(KeyStore):
     """A bucket without bytes, for `tiered-kv simulate`.
 
     A sweep deletes the oldest objects. A used object is renewed before it is that old.

@@ -4,7 +4,7 @@ A sweep lists the namespace's blocks, of every epoch. It deletes the blocks olde
 beyond `capacity`. One process sweeps for all: see sweep_right.py. If several processes sweep, they choose about the
 same blocks, and deleting a deleted block is no error.
 
-`S3Tier`'s worker threads note stores and loads here, and its background thread notes uses. No such call asks the
+The tier's worker threads note stores and loads here, and its background thread notes uses. No such call asks the
 bucket. The sweeper's thread sweeps; a background task renews. What must stay true: a sweep deletes only blocks of this
 namespace, and counts the age of a block from its last use in this process.
 """
@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 from tiered_kv.errors import ResourceError, TierError
 from tiered_kv.metrics.counters import Counters
 from tiered_kv.system.threads import BackgroundTask, start_thread
-from tiered_kv_s3.control import DELETED_AT_ONCE, NO_OBJECT, Control, Listed
-from tiered_kv_s3.deletion_age import DeletionAge
-from tiered_kv_s3.epoch import Naming
-from tiered_kv_s3.presence import Presence
-from tiered_kv_s3.settings import S3Settings
-from tiered_kv_s3.sweep_right import SweepRight, Swept
-from tiered_kv_s3.uses import BlockUses
-from tiered_kv_s3.verdict import BucketError, Verdict
+from tiered_kv.toolkit.objects.deletion_age import DeletionAge
+from tiered_kv.toolkit.objects.naming import Naming
+from tiered_kv.toolkit.objects.presence import Presence
+from tiered_kv.toolkit.objects.settings import ObjectSettings
+from tiered_kv.toolkit.objects.store import DELETED_AT_ONCE, Listed, ObjectControl
+from tiered_kv.toolkit.objects.sweep_right import SweepRight, Swept
+from tiered_kv.toolkit.objects.uses import BlockUses
+from tiered_kv.toolkit.objects.verdict import Verdict
 
 CANDIDATES_MAX = 100_000
 """Limit of the blocks that a sweep deletes after one listing: it bounds memory. For more blocks a sweep lists again."""
@@ -69,7 +69,13 @@ class Sweeper:
     """
 
     def __init__(
-        self, control: Control, naming: Naming, presence: Presence, counters: Counters, settings: S3Settings, name: str
+        self,
+        control: ObjectControl,
+        naming: Naming,
+        presence: Presence,
+        counters: Counters,
+        settings: ObjectSettings,
+        name: str,
     ) -> None:
         self._control = control
         self._naming = naming
@@ -192,14 +198,14 @@ class Sweeper:
                     return
                 name, _ = self._renewals.popitem(last=False)
             try:
-                if self._is_old(name):
-                    self._control.renew(name)
+                if not self._is_old(name):
+                    continue
+                if self._control.renew(name):
                     self.uses.note_stored(name)
                     self._counters.add("renewed_blocks_total")
-            except BucketError as error:
-                if error.reason in NO_OBJECT:
+                else:
                     self._note_gone(name)
-                self._counters.add("failed_renewals_total")
+                    self._counters.add("failed_renewals_total")
             except Exception:  # any exception of a library; the block's next use asks again
                 self._counters.add("failed_renewals_total")
 
@@ -291,7 +297,7 @@ class Sweeper:
             if self._stopping.is_set() or refused == REFUSED_MAX:
                 break
             batch = doomed[start : start + DELETED_AT_ONCE]
-            found = self._control.delete([{"Key": each.name} for each in batch])
+            found = self._control.delete([each.name for each in batch])
             gone = [each for at, each in enumerate(batch) if at not in found]
             self._counters.add("deleted_blocks_total", count=len(gone))
             for each in gone:

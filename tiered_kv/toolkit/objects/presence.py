@@ -6,7 +6,7 @@ known. A prefix of 1,000 blocks takes three rounds, for any content of the bucke
 existing ones) may stay unseen; its load is a miss. If answers show that the blocks are not in the order of a prefix,
 the search asks for each block.
 
-`S3Tier`'s workers ask; the sweeper's threads note deleted blocks. Answers are kept for `presence_ttl`, for all
+The tier's workers ask; the sweeper's threads note deleted blocks. Answers are kept for `presence_ttl`, for all
 requests. An older answer never replaces a newer one.
 """
 
@@ -19,9 +19,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from tiered_kv.metrics.counters import Counters
+from tiered_kv.toolkit.objects.store import ObjectStore
+from tiered_kv.toolkit.objects.verdict import ABSENCE, UNHEARD, Verdict
 from tiered_kv.toolkit.record import UNREADABLE_S
-from tiered_kv_s3.bucket import Bucket
-from tiered_kv_s3.verdict import ABSENCE, UNHEARD, Verdict
 
 ANSWERS_MAX = 65_536  # answers that are kept; the oldest are removed first
 ASKED_AT_ONCE = 16  # parallel requests for one prefix
@@ -32,10 +32,10 @@ class Presence:
     """Looks blocks up, and keeps the answers. Any thread may call."""
 
     def __init__(
-        self, bucket: Bucket, counters: Counters, answer_ttl_s: float, on_silence: Callable[[], None] = lambda: None
+        self, store: ObjectStore, counters: Counters, answer_ttl_s: float, on_silence: Callable[[], None] = lambda: None
     ) -> None:
         self._on_silence = on_silence  # called if the bucket has answered no request
-        self._bucket = bucket
+        self._store = store
         self._counters = counters
         self._answer_ttl_s = answer_ttl_s
         self._lock = threading.Lock()  # guards the answers; never held across I/O
@@ -85,7 +85,7 @@ class Presence:
 
     def _ask_each(self, names: Sequence[str], deadline: float) -> list[Verdict]:
         asked_s = time.monotonic()
-        verdicts = self._bucket.head_all(names, deadline)
+        verdicts = self._store.head_all(names, deadline)
         failed = []
         for name, verdict in zip(names, verdicts, strict=True):
             if verdict is Verdict.DONE or verdict in ABSENCE:
@@ -96,7 +96,7 @@ class Presence:
             self._answered_s = time.monotonic()
         if self._answered_s < asked_s:
             self._counters.add("unanswered_lookups_total", count=len(failed))
-            if UNHEARD.issuperset(verdicts) and self._bucket.heard_s < asked_s:
+            if UNHEARD.issuperset(verdicts) and self._store.heard_s < asked_s:
                 self._on_silence()
             return verdicts
         self._counters.add("unanswered_blocks_total", count=len(failed))

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from tiered_kv_s3.control import Control
-from tiered_kv_s3.verdict import BucketError
+from tiered_kv.toolkit.objects.store import ObjectControl
+from tiered_kv.toolkit.objects.verdict import BucketError
 
 MARK_BYTES_MAX: Final = 128
 _FORM: Final = re.compile(rb"tiered-kv sweep 1 ([0-9a-f]{16}) (inf|\d{1,10}) (\d{1,18})\n")
@@ -40,7 +40,7 @@ class Swept:
 class SweepRight:
     """One process's right to sweep. Only the sweeper's thread uses it."""
 
-    def __init__(self, control: Control, name: str, interval_s: float) -> None:
+    def __init__(self, control: ObjectControl, name: str, interval_s: float) -> None:
         self._control = control
         self._name = name
         self._interval_s = interval_s
@@ -77,4 +77,4 @@ class SweepRight:
     def leave(self) -> None:
         """Let another process sweep: this one has failed."""
         with suppress(BucketError):
-            self._control.delete([{"Key": self._name}])
+            self._control.delete([self._name])
