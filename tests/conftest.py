@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 import tempfile
@@ -24,6 +25,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, which a pytest that a test starts may not know
 
+from tests.support.azurite import azurite
 from tests.support.faulty import Gate
 from tests.support.figures import FIGURES, Figures, Profile
 from tests.support.footprint import Footprint, left_behind
@@ -39,6 +41,7 @@ from tiered_kv.testing.control import ManualClock
 
 # Fixtures of all tests. One that lasts for the session is made once, which an import into each module would not do.
 __all__ = [
+    "azurite",
     "fake_redis_url",
     "installed_server",
     "moto_bucket",
@@ -135,6 +138,7 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         collected = yield
         _keep_what_boto3_parses()
+        _start_obstore()
         gc.collect()
         gc.freeze()
         return collected
@@ -152,6 +156,14 @@ def _keep_what_boto3_parses() -> None:
             loader._cache = kept
 
         loaders.Loader.__init__ = begin_with_kept
+
+
+def _start_obstore() -> None:
+    """Let obstore, if it is installed, open the descriptors that it has until the process ends: no test's leak."""
+    if importlib.util.find_spec("obstore") is not None:
+        import obstore.store
+
+        list(obstore.list(obstore.store.MemoryStore()))
 
 
 @pytest.hookimpl(wrapper=True)

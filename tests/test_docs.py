@@ -156,7 +156,7 @@ def test_the_names_of_counters_have_no_labels_in_them(metrics: Mapping[str, Metr
 
 OF_CPU = ("stored_blocks_total", "stored_bytes_total", "loaded_blocks_total", "loaded_bytes_total")
 AUDITED = {"audit_largest_difference_ratio", "audit_stopped"}
-LIBRARIES = {"redis": "redis", "s3": "boto3"}
+LIBRARIES = {"redis": "redis", "s3": "boto3", "gcs": "obstore", "azure": "obstore"}
 
 
 def check_described(tier: str, counters: Mapping[str, Any], reasons_of_its_own: frozenset[str] = frozenset()) -> None:

@@ -34,6 +34,8 @@ LIBRARIES = {
     "redis": ("redis",),
     "s3": ("boto3", "botocore"),
     "fs": ("aiofiles",),
+    "gcs": ("obstore",),
+    "azure": ("obstore",),
     "zstd": ("zstandard",),
     "crypto": ("cryptography",),
     "metrics": ("prometheus_client",),

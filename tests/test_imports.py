@@ -29,6 +29,7 @@ EXTRAS = frozenset(
         "sglang",
         "redis",
         "boto3",
+        "obstore",
         "botocore",
         "aiofiles",
         "cryptography",

@@ -26,7 +26,15 @@ INSTALLS = re.compile(
 )
 BY_NAME = re.compile(r"""(?<![\w./@-])tiered[-_]kv[\w-]*(?:\[[^\]]*\])?(?!["']?[\w./\[-]|["']?\s*@)""")
 """The distribution, or another of a name that begins so, without a path before it and without a place behind it."""
-LIBRARIES = {"redis": "redis", "s3": "boto3", "fs": "aiofiles", "events": "zmq", "metrics": "prometheus_client"}
+LIBRARIES = {
+    "redis": "redis",
+    "s3": "boto3",
+    "gcs": "obstore",
+    "azure": "obstore",
+    "fs": "aiofiles",
+    "events": "zmq",
+    "metrics": "prometheus_client",
+}
 
 
 def lines_of_blocks(page: str) -> list[str]:

@@ -84,6 +84,14 @@ class TestS3Administration(TestFsAdministration):
     kind = "s3"
 
 
+class TestGcsAdministration(TestFsAdministration):
+    kind = "gcs"
+
+
+class TestAzureAdministration(TestFsAdministration):
+    kind = "azure"
+
+
 class TestS3AdministrationOfVersions(TestFsAdministration):
     kind = "s3-versioned"
 

@@ -204,7 +204,8 @@ class FakeS3(LoopbackServer):
             size = len(self.objects.get(f"/bucket/{name}", b""))
             version = "<VersionId>null</VersionId><IsLatest>true</IsLatest>" if entry == "Version" else ""
             texts.append(
-                f"<{entry}><Key>{name}</Key><LastModified>{modified}</LastModified><Size>{size}</Size>{version}</{entry}>"
+                f"<{entry}><Key>{name}</Key><LastModified>{modified}</LastModified><ETag>e</ETag><Size>{size}</Size>"
+                f"{version}</{entry}>"
             )
         return answer(200, f"<{kind}>{''.join(texts)}</{kind}>".encode())
 

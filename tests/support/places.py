@@ -23,6 +23,8 @@ import pytest
 from tests.support.disk_use import damage_files
 from tests.support.doors import Door, MemoryDoor, bucket_door, fs_door, redis_door, s3_door
 from tests.support.entries import NAMESPACE, rig_of, s3_entry
+from tests.support.fake_azure import FakeAzure
+from tests.support.fake_gcs import FakeGCS
 from tests.support.fake_s3 import FakeS3
 from tests.support.redis_groups import SERVICE
 from tests.support.redis_servers import RedisServer
@@ -43,9 +45,17 @@ STORED = ("nvme", "fs", "redis", "s3")
 _PATIENT: Mapping[str, Mapping[str, object]] = {
     "redis": {"connect_timeout": "60s", "timeout": "60s"},
     "s3": {"request_timeout": "60s"},
+    "gcs": {"request_timeout": "60s"},
+    "azure": {"request_timeout": "60s"},
 }
 """A lookup or store that times out on a busy machine would look like a lost block."""
-_OF_RIGS: Mapping[str, Mapping[str, object]] = {"s3": {"presence_ttl": 0, "connections": 8}}
+_OF_RIGS: Mapping[str, Mapping[str, object]] = {
+    "s3": {"presence_ttl": 0, "connections": 8},
+    "gcs": {"presence_ttl": 0},
+    "azure": {"presence_ttl": 0},
+}
+_SMALL = ("gcs", "azure")
+"""Kinds whose server is in this process."""
 _OF_PROCESSES = ("/lock", "/sweep", "/owners/", "/grants/", "/ledger")
 
 
@@ -54,7 +64,8 @@ class Place:
 
     Args:
         kind: The type; or `redis-cluster`, `redis-sentinel`, `s3-versioned`, a bucket that keeps versions, `s3-small`,
-            a `FakeS3`, or `s3-remembers`, the same under a tier with a presence cache.
+            a `FakeS3`, or `s3-remembers`, the same under a tier with a presence cache. `gcs` and `azure` have a
+            `FakeGCS` and a `FakeAzure`.
         folder: For directories.
         server: Returns a running server by the name of its fixture.
         ending: Closes rigs and doors.
@@ -73,6 +84,7 @@ class Place:
         self._ending = ending or ExitStack()
         self._type = kind.partition("-")[0]
         self.masters: list[RedisServer] = []
+        self.small_s3: FakeS3
         self.entry: dict[str, object] = {"type": self._type}
         """Of the tier; changes apply when it is opened the next time."""
         if self._type == "redis":
@@ -100,6 +112,16 @@ class Place:
                 if kind == "s3-versioned":
                     with closing(self.s3.client()) as client:
                         client.put_bucket_versioning(Bucket=self.bucket, VersioningConfiguration={"Status": "Enabled"})
+            case "gcs":
+                pytest.importorskip("obstore", reason="obstore is not installed")
+                self.small_s3 = self._ending.enter_context(FakeGCS())
+                self.small_s3.has_mark = False
+                self.entry |= self.small_s3.entry
+            case "azure":
+                pytest.importorskip("obstore", reason="obstore is not installed")
+                self.small_s3 = self._ending.enter_context(FakeAzure())
+                self.small_s3.has_mark = False
+                self.entry |= self.small_s3.entry
             case "s3-small" | "s3-remembers":
                 pytest.importorskip("boto3", reason="boto3 is not installed")
                 self.small_s3 = self._ending.enter_context(FakeS3())
@@ -191,6 +213,9 @@ class Place:
                 yield raw.hex(), raw, server.get(raw)
         for path in sorted(self.folder.glob("kv*/**/*")):
             yield os.path.relpath(path, self.path), path.name.encode(), path.read_bytes() if path.is_file() else None
+        if self.kind in _SMALL:
+            for target, data in list(self.small_s3.objects.items()):
+                yield target, target.encode(), data
         if self._type != "s3":
             return
         with closing(self.s3.client()) as client:
@@ -228,6 +253,8 @@ class Place:
                 client.put_object(Bucket=self.bucket, Key=name, Body=data)
             elif self.kind == "redis":
                 self.masters[0].set(bytes.fromhex(name), data)
+            elif self.kind in _SMALL:
+                self.small_s3.objects[name] = data
             else:
                 path = self.path / name
                 for parent in reversed(path.relative_to(self.folder).parents[:-1]):

@@ -177,6 +177,8 @@ ENTRIES: dict[str, dict[str, object]] = {
     "fs": {"path": "blocks", "capacity": "64MiB"},
     "redis": {"url": "redis://127.0.0.1:1", "connect_timeout": "100ms"},
     "host": {"socket": "unix:/nonexistent"},
+    "gcs": {"bucket": "bucket", "endpoint": "http://127.0.0.1:1", "attempts": 1},
+    "azure": {"account": "store", "container": "blocks", "endpoint": "http://127.0.0.1:1", "attempts": 1},
     "s3": {"bucket": "bucket", "endpoint_url": "http://127.0.0.1:1", "region": "us-east-1", "attempts": 1},
 }
 """What a tier of the type needs to be valid, and to fail soon."""

@@ -14,7 +14,22 @@ from tiered_kv.stack.open import AnyStack
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 BUILT_IN_TIERS: dict[str, dict[str, object]] = {
+    "azure": {
+        "account": "store",
+        "container": "blocks",
+        "endpoint": "http://127.0.0.1:1",
+        "account_key": "a2V5",
+        "capacity": "64MiB",
+        "attempts": 1,
+    },
     "fs": {"capacity": "64MiB"},
+    "gcs": {
+        "bucket": "bucket",
+        "endpoint": "http://127.0.0.1:1",
+        "access_token": "token",
+        "capacity": "64MiB",
+        "attempts": 1,
+    },
     "host": {"socket": "unix:/nonexistent"},
     "memory": {"capacity": "64MiB"},
     "nvme": {"capacity": "64MiB"},

@@ -15,8 +15,12 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from tests.support.azurite import Azurite
 from tests.support.doors import codec_id_of
 from tests.support.entries import s3_entry
+from tests.support.fake_azure import FakeAzure
+from tests.support.fake_gcs import FakeGCS
+from tests.support.fake_s3 import FakeS3
 from tests.support.figures import Profile
 from tests.support.host_server import serving
 from tests.support.patient_nvme import PATIENCE_S, opening_nvme
@@ -206,6 +210,37 @@ class TestS3TierWithCompression(TestS3Tier):
     compressible = True
 
 
+class TestGcsTier(OfPlace):
+    kind = "gcs"
+    survives_reopen = True
+
+
+@pytest.mark.slow
+class TestGcsTierWithCompression(TestGcsTier):
+    settings: ClassVar[dict[str, object]] = ZSTD
+    compressible = True
+
+
+class TestAzureTier(OfPlace):
+    kind = "azure"
+    survives_reopen = True
+
+
+@pytest.mark.slow
+class TestAzureTierOnAzurite(TestAzureTier):
+    wait_s = 60.0
+
+    @pytest.fixture
+    def open_tier(self, azurite: Azurite, tmp_path: Path) -> OpenTier:
+        pytest.importorskip("obstore", reason="obstore is not installed")
+        self.place = Place("memory", tmp_path)  # of whose entry nothing is left
+        self.place.entry = azurite.entry(request_timeout="60s")
+        return self.opening()
+
+    def corrupt(self, tier: SecondaryTierManager) -> bool:
+        return False
+
+
 class TestS3TierOnASlowWire(TestS3Tier):
     wait_s = 60.0
 
@@ -321,6 +356,31 @@ class TestRedisTierUnderWireFaults(PatientlyTested):
         timeouts = {"timeout": "20s", "connect_timeout": "300ms", "lookup_timeout": "300ms"}
         entry = {"type": "redis", "url": f"redis://{proxy.host}:{proxy.port}", **timeouts}
         return lambda spec, view: SecondaryTierFactory.create(spec, view, entry)
+
+
+class TestGcsTierUnderWireFaults(PatientlyTested):
+    server_class: ClassVar[type[FakeS3]] = FakeGCS
+
+    @pytest.fixture
+    def server(self) -> Iterator[FakeS3]:
+        pytest.importorskip("obstore", reason="obstore is not installed")
+        with self.server_class() as server:
+            server.has_mark = False
+            yield server
+
+    @pytest.fixture
+    def server_address(self, server: FakeS3) -> tuple[str, int]:
+        return "127.0.0.1", server.port
+
+    @pytest.fixture
+    def open_tier(self, proxy: FaultProxy, server: FakeS3) -> OpenTier:
+        few = {"attempts": 2, "lookup_timeout": "300ms", "request_timeout": "20s", "presence_ttl": 0}
+        entry = {**server.entry, "endpoint": f"http://{proxy.host}:{proxy.port}", **few}
+        return lambda spec, view: SecondaryTierFactory.create(spec, view, entry)
+
+
+class TestAzureTierUnderWireFaults(TestGcsTierUnderWireFaults):
+    server_class = FakeAzure
 
 
 class TestS3TierUnderWireFaults(PatientlyTested):

@@ -15,6 +15,9 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.support.disk_use import damage_files
 from tests.support.entries import damage_objects, s3_entry
+from tests.support.fake_azure import FakeAzure
+from tests.support.fake_gcs import FakeGCS
+from tests.support.fake_s3 import FakeS3
 from tests.support.faulty import FourMethodTier, Gate, HangingTier, HeldJobsTier
 from tests.support.redis_servers import RedisServer
 from tests.support.s3_servers import S3Server
@@ -253,6 +256,29 @@ def test_a_stack_over_s3_keeps_its_promises(moto_server: S3Server, moto_bucket: 
     with FaultProxy(moto_server.address) as wire:
         tier = s3_at(moto_server, moto_bucket, endpoint_url=f"http://{wire.host}:{wire.port}", **timeouts)
         run(open_stack_over(tier, corrupt=corrupt, wire=wire), examples=S3_EXAMPLES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server_class", [FakeGCS, FakeAzure], ids=["gcs", "azure"])
+def test_a_stack_over_a_cloud_s_objects_keeps_its_promises(server_class: type[FakeS3]) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    from tiered_kv.config.hooks import tier_plugins
+    from tiered_kv_object.tier import ObstoreTier
+
+    with server_class() as server:
+        server.has_mark = False
+        settings = tier_plugins().resolve(str(server.entry["type"])).settings
+        checked = settings.model_validate({**server.entry, "connections": 2})
+
+        def corrupt(directory: Path) -> None:
+            for name, data in list(server.objects.items()):
+                if "/blocks/" in name:
+                    server.objects[name] = data[:-1] + bytes([data[-1] ^ 1])
+
+        def make(spec: TierSpec, view: memoryview, directory: Path) -> SecondaryTierManager:
+            return ObstoreTier(namespace_of(directory, spec), view, spec.name, checked)  # type: ignore[arg-type]  # of one of both
+
+        run(open_stack_over(make, corrupt=corrupt), examples=S3_EXAMPLES)
 
 
 @pytest.mark.slow

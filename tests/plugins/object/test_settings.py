@@ -1,0 +1,73 @@
+"""Settings of gcs and azure are checked when the file is read; and which identity is used is told in words."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from tiered_kv_object.identity import identity_of
+from tiered_kv_object.settings import AzureSettings, GcsSettings
+
+GCS: dict[str, object] = {"bucket": "kv-blocks"}
+AZURE: dict[str, object] = {"account": "mystore", "container": "kv-blocks"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"bucket": "Kv"},
+        {"endpoint": "127.0.0.1:80"},
+        {"endpoint": "http://user:pw@host"},
+        {"prefix": "a/../b"},
+        {"access_token": "a\n"},
+        {"access_token": "a", "service_account_file": "/a"},
+        {"ttl": 0},
+        {"container": "kv-blocks"},
+    ],
+)
+def test_a_wrong_setting_of_gcs_is_an_error(wrong: dict[str, object]) -> None:
+    GcsSettings.model_validate(GCS)
+    with pytest.raises(ValidationError):
+        GcsSettings.model_validate({**GCS, **wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"account": "My-Store"},
+        {"container": "a--b"},
+        {"account_key": " key"},
+        {"account_key": "a", "sas_token": "b"},
+        {"capacity": 0},
+        {"bucket": "kv-blocks"},
+    ],
+)
+def test_a_wrong_setting_of_azure_is_an_error(wrong: dict[str, object]) -> None:
+    AzureSettings.model_validate(AZURE)
+    with pytest.raises(ValidationError):
+        AzureSettings.model_validate({**AZURE, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("entry", "environment", "identity"),
+    [
+        ({"access_token": "secret"}, {"GOOGLE_SERVICE_ACCOUNT": "/f"}, "the setting 'access_token'"),
+        ({}, {"GOOGLE_APPLICATION_CREDENTIALS": "/f"}, "the variable GOOGLE_APPLICATION_CREDENTIALS"),
+        ({}, {}, "the service account of this machine or pod (Google's metadata server)"),
+    ],
+)
+def test_the_identity_of_gcs(entry: dict[str, object], environment: dict[str, str], identity: str) -> None:
+    assert identity_of(GcsSettings.model_validate({**GCS, **entry}), environment) == identity
+
+
+@pytest.mark.parametrize(
+    ("entry", "environment", "identity"),
+    [
+        ({"account_key": "secret"}, {"AZURE_STORAGE_TOKEN": "t"}, "the setting 'account_key'"),
+        ({}, {"AZURE_STORAGE_ACCOUNT_KEY": "k", "AZURE_USE_AZURE_CLI": "1"}, "the variable AZURE_STORAGE_ACCOUNT_KEY"),
+        ({}, {"AZURE_USE_AZURE_CLI": "true"}, "the login of Azure's CLI (AZURE_USE_AZURE_CLI)"),
+        ({}, {}, "the managed identity of this machine"),
+    ],
+)
+def test_the_identity_of_azure(entry: dict[str, object], environment: dict[str, str], identity: str) -> None:
+    assert identity_of(AzureSettings.model_validate({**AZURE, **entry}), environment) == identity

@@ -1,0 +1,69 @@
+"""A small Google Cloud Storage on loopback: the XML requests that obstore sends, over the objects of a `FakeS3`.
+
+It takes the faults of `FakeS3` too. Objects have an ETag, a PUT may ask that there is no object, and a DELETE of a
+missing object is an error, as in the cloud.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from urllib.parse import unquote
+
+from tests.support.fake_s3 import FakeS3, Reply, Request, answer, error
+
+TOKEN = "a-token-for-tests"
+
+
+class FakeGCS(FakeS3):
+    """Serves stored objects, unless `reply` or a fault replaces the answer."""
+
+    def __init__(self) -> None:
+        self.token = TOKEN
+        """The token that is accepted."""
+        super().__init__()
+
+    @property
+    def entry(self) -> dict[str, object]:
+        return {
+            "type": "gcs",
+            "bucket": "bucket",
+            "endpoint": self.url,
+            "access_token": TOKEN,
+            "connections": 4,
+        }
+
+    def _reply(self, request: Request) -> Reply:
+        target, mark, query = request.target.partition("?")
+        return super()._reply(replace(request, target=f"{unquote(target)}{mark}{query}"))
+
+    def served(self, request: Request) -> bytes:
+        target, headers = request.target.partition("?")[0], request.headers
+        if headers.get("authorization", "") != f"bearer {self.token}":
+            return error(401, "AuthenticationRequired")
+        if not target.startswith("/bucket"):
+            return error(404, "NoSuchBucket")
+        copied = headers.get("x-goog-copy-source")
+        if copied is not None and f"/{unquote(copied)}" not in self.objects:
+            return error(404, "NoSuchKey")
+        if request.method == "DELETE" and target not in self.objects:
+            return error(404, "NoSuchKey")
+        if request.method == "PUT" and headers.get("x-goog-if-generation-match") == "0" and target in self.objects:
+            return error(412, "PreconditionFailed")
+        if copied is not None:
+            request = replace(request, headers={**headers, "x-amz-copy-source": copied})
+        served = super().served(request)
+        return served.replace(b"\r\n", f"\r\netag: {self._etag(target)}\r\n".encode(), 1)
+
+    def _listed(self, query: Mapping[str, str], body: bytes) -> bytes:
+        prefix = f"/bucket/{query.get('prefix', '')}"
+        if "delimiter" not in query:
+            return super()._listed(query, body)
+        names = [target.removeprefix(prefix) for target in self.objects if target.startswith(prefix)]
+        folders = sorted({name.partition("/")[0] for name in names if "/" in name})
+        texts = [f"<CommonPrefixes><Prefix>{query['prefix']}{each}/</Prefix></CommonPrefixes>" for each in folders]
+        return answer(200, f"<ListBucketResult>{''.join(texts)}</ListBucketResult>".encode())
+
+    def _etag(self, target: str) -> str:
+        return f'"{hashlib.md5(self.objects.get(target, b""), usedforsecurity=False).hexdigest()}"'
