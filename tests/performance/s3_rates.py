@@ -63,6 +63,8 @@ http {{
     root data;
     location / {{
       dav_methods PUT DELETE;
+      etag off;
+      add_header ETag '"e"';
       create_full_put_path on;
     }}
   }}

@@ -59,12 +59,11 @@ class FakeAzure(FakeS3):
                 return error(409, "BlobAlreadyExists")
             self.objects[target] = self.objects[copied] if copied else request.body
             self.written_s[target] = time.time()
-            return answer(202 if copied else 201, **self._facts(target))
-        return answer(200, self.objects[target], **self._facts(target))
+            return answer(202 if copied else 201, etag='"e"', last_modified=self._date(target))
+        return answer(200, self.objects[target], etag='"e"', last_modified=self._date(target))
 
-    def _facts(self, target: str) -> dict[str, str]:
-        written_s = self.written_s.get(target, time.time())
-        return {"etag": '"e"', "last_modified": email.utils.formatdate(written_s, usegmt=True)}
+    def _date(self, target: str) -> str:
+        return email.utils.formatdate(self.written_s.get(target, time.time()), usegmt=True)
 
     def _deleted(self, request: Request) -> bytes:
         """Answer a request that deletes several blobs: the others, if some are missing."""
@@ -91,9 +90,9 @@ class FakeAzure(FakeS3):
             names = []
         page, more = names[: self.page_objects], len(names) > self.page_objects
         for name in page:
-            facts, size = self._facts(f"/bucket/{name}"), len(self.objects.get(f"/bucket/{name}", b""))
+            date, size = self._date(f"/bucket/{name}"), len(self.objects.get(f"/bucket/{name}", b""))
             texts.append(
-                f"<Blob><Name>{name}</Name><Properties><Last-Modified>{facts['last_modified']}</Last-Modified>"
+                f"<Blob><Name>{name}</Name><Properties><Last-Modified>{date}</Last-Modified>"
                 f"<Etag>e</Etag><Content-Length>{size}</Content-Length><Content-Type>a/b</Content-Type></Properties></Blob>"
             )
         marker = f"<NextMarker>{page[-1]}</NextMarker>" if more else "<NextMarker />"

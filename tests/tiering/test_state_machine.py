@@ -33,6 +33,7 @@ from tiered_kv.testing.state_machine import OpenStack, make_state_machine
 from tiered_kv.tiering.audit.audit import AuditRules
 from tiered_kv.tiering.audit.manager import AuditedManager
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
+from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv_fs.settings import FsSettings
@@ -262,13 +263,10 @@ def test_a_stack_over_s3_keeps_its_promises(moto_server: S3Server, moto_bucket: 
 @pytest.mark.parametrize("server_class", [FakeGCS, FakeAzure], ids=["gcs", "azure"])
 def test_a_stack_over_a_cloud_s_objects_keeps_its_promises(server_class: type[FakeS3]) -> None:
     pytest.importorskip("obstore", reason="obstore is not installed")
-    from tiered_kv.config.hooks import tier_plugins
-    from tiered_kv_object.tier import ObstoreTier
 
     with server_class() as server:
         server.has_mark = False
-        settings = tier_plugins().resolve(str(server.entry["type"])).settings
-        checked = settings.model_validate({**server.entry, "connections": 2})
+        entry = {**server.entry, "connections": 2}
 
         def corrupt(directory: Path) -> None:
             for name, data in list(server.objects.items()):
@@ -276,7 +274,7 @@ def test_a_stack_over_a_cloud_s_objects_keeps_its_promises(server_class: type[Fa
                     server.objects[name] = data[:-1] + bytes([data[-1] ^ 1])
 
         def make(spec: TierSpec, view: memoryview, directory: Path) -> SecondaryTierManager:
-            return ObstoreTier(namespace_of(directory, spec), view, spec.name, checked)  # type: ignore[arg-type]  # of one of both
+            return SecondaryTierFactory.create(namespace_of(directory, spec), view, entry)
 
         run(open_stack_over(make, corrupt=corrupt), examples=S3_EXAMPLES)
 
