@@ -67,7 +67,7 @@ def hours_ago(hours: float) -> str:
 
 
 def _cut_off(data: bytes) -> bytes:
-    return answer(200, data[: len(data) // 2], length=len(data))
+    return answer(200, data[: len(data) // 2], length=len(data), etag='"e"', last_modified=hours_ago(0))
 
 
 FAULTS: dict[str, Callable[[bytes], Reply]] = {  # by name, from the object's bytes
@@ -83,7 +83,9 @@ FAULTS: dict[str, Callable[[bytes], Reply]] = {  # by name, from the object's by
     "moved": lambda _: answer(301, x_amz_bucket_region="eu-west-1"),
     "truncate": lambda data: Then(_cut_off(data), "close"),
     "stall": lambda data: Then(_cut_off(data) if data else b"", "stall"),
-    "flip": lambda data: answer(200, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]),
+    "flip": lambda data: answer(
+        200, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], etag='"e"', last_modified=hours_ago(0)
+    ),
 }
 
 
@@ -148,7 +150,7 @@ class FakeS3(LoopbackServer):
     def _reply(self, request: Request) -> Reply:
         method, target = request.method, request.target
         if self.has_mark and method == "GET" and target.endswith("/epoch"):
-            return answer(200, MARK, last_modified=hours_ago(24))
+            return answer(200, MARK, etag='"e"', last_modified=hours_ago(24))
         reply = self.reply(request)
         if reply is None:
             fault = self._fault_of(request)
