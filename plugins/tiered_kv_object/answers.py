@@ -12,7 +12,8 @@ from typing import Final
 
 from tiered_kv.toolkit.objects.verdict import Verdict
 
-_STATUS: Final = re.compile(r"status code: (\d{3})([A-Za-z ]*)")
+_STATUS: Final = re.compile(r"(?:status |\()code: (\d{3})([A-Za-z ]*)")
+"""The status of an answer, or of one object in Azure's answer for several."""
 _CODE: Final = re.compile(r"<Code>\s*([A-Za-z0-9.]{1,100})\s*</")
 _MESSAGE: Final = re.compile(r"<Message>([^<]{1,1000})</")
 _URL: Final = re.compile(r"\w+://\S+")
@@ -50,6 +51,11 @@ def verdict_of(error: Exception) -> Verdict:
             return verdict
     # Neither an answer nor a known fault of the connection: it was cut off, or is not HTTP.
     return Verdict.REFUSED if isinstance(error, ValueError) else Verdict.BROKEN
+
+
+def has_answer(error: Exception) -> bool:
+    """Return whether the server has answered with a status."""
+    return _STATUS.search(str(error)) is not None
 
 
 def _of_status(status: int) -> Verdict:

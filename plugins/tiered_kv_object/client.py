@@ -30,7 +30,7 @@ from tiered_kv.toolkit.objects.failures import RequestFailures
 from tiered_kv.toolkit.objects.metrics import OBJECT_METRICS
 from tiered_kv.toolkit.objects.retries import Retries
 from tiered_kv.toolkit.objects.verdict import BucketError, Verdict
-from tiered_kv_object.answers import sentence, verdict_of, words_of
+from tiered_kv_object.answers import has_answer, sentence, verdict_of, words_of
 from tiered_kv_object.identity import identity_of
 from tiered_kv_object.settings import AzureSettings, GcsSettings, ObstoreSettings
 
@@ -118,7 +118,7 @@ class ObjectClient:
         """Return the verdict on an error of `store`; CREDENTIALS if the credentials were read again since."""
         verdict, words = verdict_of(error), words_of(error)
         self.retries.words[verdict] = words
-        if "status code" in str(error):
+        if has_answer(error):
             self.heard_s = time.monotonic()
         if verdict in (Verdict.DENIED, Verdict.CREDENTIALS_EXPIRED) and self._reopen(store):
             return Verdict.CREDENTIALS

@@ -41,7 +41,9 @@ class ObstoreControl(ObjectControl):
             if stream is None:
                 stream = obstore.list(store, prefix, offset=after, chunk_size=PAGE_OBJECTS)
             try:
-                return await anext(stream, ())
+                return await anext(stream)
+            except StopAsyncIteration:
+                return ()
             except BaseException:  # the next attempt goes on behind the last page
                 stream = None
                 raise
