@@ -17,9 +17,10 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from obstore.store import AzureStore, GCSStore
 
@@ -50,10 +51,15 @@ _log = logging.getLogger("tiered_kv.object")
 _process = 0  # the one whose threads obstore started
 
 
-class Opened(NamedTuple):
-    """A store of obstore, with the credentials of its time."""
+@dataclass(slots=True)
+class Opened:
+    """A store of obstore, with the credentials of its time.
+
+    Requests get this object, and not the store, so that no frame of an exception keeps the store and its connections.
+    """
 
     store: Store
+    """None after `ObjectClient.close`."""
     identity: str
 
 
@@ -94,8 +100,8 @@ class ObjectClient:
 
     def request(
         self,
-        blocking: Callable[[Store], Verdict] | None,
-        coroutine: Callable[[Store], Awaitable[Verdict]],
+        blocking: Callable[[Opened], Verdict] | None,
+        coroutine: Callable[[Opened], Awaitable[Verdict]],
         deadline: float,
     ) -> Verdict:
         """Make one attempt of a request, by `blocking` if there is the time for it."""
@@ -105,34 +111,34 @@ class ObjectClient:
         opened = self._opened
         try:
             if blocking is not None and self._is_running and left_s > self.settings.request_timeout + _MARGIN_S:
-                return blocking(opened.store)
-            verdict = asyncio.run(_within(coroutine, opened.store, min(left_s, self.settings.request_timeout)))
+                return blocking(opened)
+            verdict = asyncio.run(_within(coroutine, opened, min(left_s, self.settings.request_timeout)))
             self._is_running = True
             return verdict
         except TimeoutError:
             return Verdict.TIMEOUT
         except Exception as error:  # obstore's, which have no common class
-            return self.verdict_on(error, opened.store)
+            return self.verdict_on(error, opened)
 
-    def verdict_on(self, error: Exception, store: Store) -> Verdict:
-        """Return the verdict on an error of `store`; CREDENTIALS if the credentials were read again since."""
+    def verdict_on(self, error: Exception, opened: Opened) -> Verdict:
+        """Return the verdict on obstore's error; CREDENTIALS if the credentials were read again since."""
         verdict, words = verdict_of(error), words_of(error)
         self.retries.words[verdict] = words
         if has_answer(error):
             self.heard_s = time.monotonic()
-        if verdict in (Verdict.DENIED, Verdict.CREDENTIALS_EXPIRED) and self._reopen(store):
+        if verdict in (Verdict.DENIED, Verdict.CREDENTIALS_EXPIRED) and self._reopen(opened):
             return Verdict.CREDENTIALS
         return verdict
 
-    def call(self, operation: str, coroutine: Callable[[Store], Awaitable[T]], deadline: float) -> T | None:
+    def call(self, operation: str, coroutine: Callable[[Opened], Awaitable[T]], deadline: float) -> T | None:
         """Return the result of a request in the background; None if the object is missing.
 
         Raises `BucketError`: it failed in all attempts.
         """
         results: list[T] = []
 
-        async def run(store: Store) -> Verdict:
-            results.append(await coroutine(store))
+        async def run(opened: Opened) -> Verdict:
+            results.append(await coroutine(opened))
             return Verdict.DONE
 
         verdict = self.retries.run(operation, lambda: self.request(None, run, deadline), deadline)
@@ -160,14 +166,14 @@ class ObjectClient:
         """Begin no request, make no second attempt, and close idle connections; a request in flight goes on."""
         self.retries.closing.set()
         with self._lock:
-            self._opened = self._opened._replace(store=None)
+            self._opened.store = None
 
-    def _reopen(self, refused: Store) -> bool:
+    def _reopen(self, refused: Opened) -> bool:
         """Read the credentials again because the server refuses these, if that is due; return whether it was done."""
         with self._lock:
             if self.retries.closing.is_set():
                 return False
-            if self._opened.store is not refused:
+            if self._opened is not refused:
                 return True  # by another thread
             now_s = time.monotonic()
             if now_s - self._reopened_s < self._reopen_pause_s:
@@ -234,6 +240,6 @@ def _open_azure(settings: AzureSettings, given: Mapping[str, Any]) -> Store:
     return AzureStore(settings.container, config=config, **given)
 
 
-async def _within(coroutine: Callable[[Store], Awaitable[Verdict]], store: Store, limit_s: float) -> Verdict:
+async def _within(coroutine: Callable[[Opened], Awaitable[Verdict]], opened: Opened, limit_s: float) -> Verdict:
     async with asyncio.timeout(limit_s):
-        return await coroutine(store)
+        return await coroutine(opened)

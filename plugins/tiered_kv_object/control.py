@@ -17,7 +17,7 @@ from obstore.store import AzureStore
 
 from tiered_kv.toolkit.objects.store import Listed, ObjectControl
 from tiered_kv.toolkit.objects.verdict import RETRYABLE, BucketError, Verdict
-from tiered_kv_object.client import ObjectClient, Store
+from tiered_kv_object.client import ObjectClient, Opened
 
 PAGE_OBJECTS: Final = 1000
 _PARALLEL_DELETES: Final = 8
@@ -36,10 +36,10 @@ class ObstoreControl(ObjectControl):
         stream: Any = None  # Any: obstore's, of which each page is one request
         after: str | None = None
 
-        async def next_page(store: Store) -> Sequence[Any]:
+        async def next_page(opened: Opened) -> Sequence[Any]:
             nonlocal stream
             if stream is None:
-                stream = obstore.list(store, prefix, offset=after, chunk_size=PAGE_OBJECTS)
+                stream = obstore.list(opened.store, prefix, offset=after, chunk_size=PAGE_OBJECTS)
             try:
                 return await anext(stream)
             except StopAsyncIteration:
@@ -53,8 +53,8 @@ class ObstoreControl(ObjectControl):
             after = page[-1]["path"]
 
     def folders(self, prefix: str) -> list[str]:
-        async def folders(store: Store) -> Any:  # Any: obstore's dictionary
-            return await obstore.list_with_delimiter_async(store, prefix)
+        async def folders(opened: Opened) -> Any:  # Any: obstore's dictionary
+            return await obstore.list_with_delimiter_async(opened.store, prefix)
 
         found = self._client.call("list", folders, self._deadline())
         return [each.rpartition("/")[2] for each in found["common_prefixes"]] if found else []
@@ -65,8 +65,8 @@ class ObstoreControl(ObjectControl):
         def left() -> list[int]:
             return [at for at, verdict in enumerate(verdicts) if verdict not in _GONE]
 
-        async def delete_left(store: Store) -> Verdict:
-            await self._delete_each(store, names, left(), verdicts)
+        async def delete_left(opened: Opened) -> Verdict:
+            await self._delete_each(opened, names, left(), verdicts)
             return next((verdicts[at] for at in left() if verdicts[at] in RETRYABLE), Verdict.DONE)
 
         deadline, retries = self._deadline(), self._client.retries
@@ -78,16 +78,16 @@ class ObstoreControl(ObjectControl):
         return {at: str(verdicts[at]) for at in left()}
 
     async def _delete_each(
-        self, store: Store, names: Sequence[str], left: Sequence[int], verdicts: list[Verdict]
+        self, opened: Opened, names: Sequence[str], left: Sequence[int], verdicts: list[Verdict]
     ) -> None:
         """Delete the objects at the positions `left`, and put each verdict into its place.
 
         Azure takes many names at once; with a missing one among them it raises, and deletes the others all the same.
         GCS gets a request for each name in any case.
         """
-        if isinstance(store, AzureStore) and len(left) > 1:
+        if isinstance(opened.store, AzureStore) and len(left) > 1:
             try:
-                await obstore.delete_async(store, [names[at] for at in left])
+                await obstore.delete_async(opened.store, [names[at] for at in left])
             except Exception:  # obstore's, which have no common class: each object's own request tells
                 pass
             else:
@@ -99,25 +99,25 @@ class ObstoreControl(ObjectControl):
         async def delete(at: int) -> None:
             async with room:
                 try:
-                    await obstore.delete_async(store, names[at])
+                    await obstore.delete_async(opened.store, names[at])
                     verdicts[at] = Verdict.DONE
                 except Exception as error:  # obstore's, which have no common class
-                    verdicts[at] = self._client.verdict_on(error, store)
+                    verdicts[at] = self._client.verdict_on(error, opened)
 
         await asyncio.gather(*(delete(at) for at in left))
 
     def read(self, name: str, bytes_max: int) -> tuple[float, bytes]:
-        async def read(store: Store) -> tuple[float, bytes]:
-            result = await obstore.get_async(store, name)
+        async def read(opened: Opened) -> tuple[float, bytes]:
+            result = await obstore.get_async(opened.store, name)
             is_long = result.meta["size"] > bytes_max
             return self._client.age_s(result.meta), b"" if is_long else bytes(await result.bytes_async())
 
         return self._client.call("get", read, self._deadline()) or (math.inf, b"")
 
     def write(self, name: str, data: bytes) -> None:
-        async def write(store: Store) -> bool:
-            await obstore.put_async(store, name, data, use_multipart=False)
-            written_s = (await obstore.head_async(store, name))["last_modified"].timestamp()
+        async def write(opened: Opened) -> bool:
+            await obstore.put_async(opened.store, name, data, use_multipart=False)
+            written_s = (await obstore.head_async(opened.store, name))["last_modified"].timestamp()
             self._client.skew_s = time.time() - written_s
             return True
 
@@ -125,15 +125,15 @@ class ObstoreControl(ObjectControl):
             raise self._client.error("put", Verdict.NO_BUCKET)
 
     def age_s(self, name: str) -> float | None:
-        async def head(store: Store) -> float:
-            return self._client.age_s(await obstore.head_async(store, name))
+        async def head(opened: Opened) -> float:
+            return self._client.age_s(await obstore.head_async(opened.store, name))
 
         return self._client.call("head", head, self._deadline())
 
     def renew(self, name: str) -> bool:
-        async def copy(store: Store) -> float:
-            await obstore.copy_async(store, name, name)
-            return self._client.age_s(await obstore.head_async(store, name))
+        async def copy(opened: Opened) -> float:
+            await obstore.copy_async(opened.store, name, name)
+            return self._client.age_s(await obstore.head_async(opened.store, name))
 
         age_s = self._client.call("copy", copy, self._deadline())
         if age_s is not None and age_s > min((self._client.settings.ttl or math.inf) / 2, _RENEWED_S_MAX):

@@ -17,7 +17,7 @@ import obstore
 from tiered_kv.toolkit.objects.settings import HEADS_IN_FLIGHT_MAX
 from tiered_kv.toolkit.objects.store import ObjectStore, Sink
 from tiered_kv.toolkit.objects.verdict import FAILURES, RETRYABLE, Verdict
-from tiered_kv_object.client import ObjectClient, Store
+from tiered_kv_object.client import ObjectClient, Opened
 
 
 class ObstoreStore(ObjectStore):
@@ -38,12 +38,12 @@ class ObstoreStore(ObjectStore):
     ) -> Verdict:
         how: Any = {"mode": "create" if only_if_absent else "overwrite", "use_multipart": False}
 
-        def put(store: Store) -> Verdict:
-            obstore.put(store, name, list(pieces), **how)
+        def put(opened: Opened) -> Verdict:
+            obstore.put(opened.store, name, list(pieces), **how)
             return Verdict.DONE
 
-        async def put_async(store: Store) -> Verdict:
-            await obstore.put_async(store, name, list(pieces), **how)
+        async def put_async(opened: Opened) -> Verdict:
+            await obstore.put_async(opened.store, name, list(pieces), **how)
             return Verdict.DONE
 
         def attempt() -> Verdict:
@@ -80,13 +80,13 @@ class ObstoreStore(ObjectStore):
             on_age(self._client.age_s(meta))
             return Verdict.DONE
 
-        def get(store: Store) -> Verdict:
-            result = obstore.get(store, name)
+        def get(opened: Opened) -> Verdict:
+            result = obstore.get(opened.store, name)
             parts = begin(result.meta)
             return parts if isinstance(parts, Verdict) else end(parts, result.bytes(), result.meta)
 
-        async def get_async(store: Store) -> Verdict:
-            result = await obstore.get_async(store, name)
+        async def get_async(opened: Opened) -> Verdict:
+            result = await obstore.get_async(opened.store, name)
             parts = begin(result.meta)
             return parts if isinstance(parts, Verdict) else end(parts, await result.bytes_async(), result.meta)
 
@@ -97,12 +97,12 @@ class ObstoreStore(ObjectStore):
         return self._retries.run("get", attempt, deadline)
 
     def delete(self, name: str, deadline: float) -> Verdict:
-        def delete(store: Store) -> Verdict:
-            obstore.delete(store, name)
+        def delete(opened: Opened) -> Verdict:
+            obstore.delete(opened.store, name)
             return Verdict.DONE
 
-        async def delete_async(store: Store) -> Verdict:
-            await obstore.delete_async(store, name)
+        async def delete_async(opened: Opened) -> Verdict:
+            await obstore.delete_async(opened.store, name)
             return Verdict.DONE
 
         def attempt() -> Verdict:
@@ -135,23 +135,23 @@ class ObstoreStore(ObjectStore):
     ) -> None:
         """Ask for the `waiting` names until the deadline, some at a time, and put each verdict into its place."""
 
-        async def head(store: Store, at: int, room: asyncio.Semaphore) -> None:
+        async def head(opened: Opened, at: int, room: asyncio.Semaphore) -> None:
             async with room:
                 self._counters.add("requests_total", "head")
                 verdicts[at] = Verdict.TIMEOUT  # an answer replaces it
                 try:
                     async with asyncio.timeout(stall_s):
-                        meta = await obstore.head_async(store, names[at])
+                        meta = await obstore.head_async(opened.store, names[at])
                     is_old = self._client.age_s(meta) > self._ttl_s
                     verdicts[at] = Verdict.EXPIRED if is_old else Verdict.DONE
                 except TimeoutError:
                     pass
                 except Exception as error:  # obstore's, which have no common class
-                    verdicts[at] = self._client.verdict_on(error, store)
+                    verdicts[at] = self._client.verdict_on(error, opened)
 
-        async def head_each(store: Store) -> Verdict:
+        async def head_each(opened: Opened) -> Verdict:
             room = asyncio.Semaphore(HEADS_IN_FLIGHT_MAX)
-            await asyncio.gather(*(head(store, at, room) for at in waiting))
+            await asyncio.gather(*(head(opened, at, room) for at in waiting))
             return Verdict.DONE
 
         self._client.request(None, head_each, deadline)
