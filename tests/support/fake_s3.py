@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from urllib.parse import parse_qsl
@@ -130,7 +130,8 @@ class FakeS3(LoopbackServer):
         super().close()
 
     def serve(self, sock: socket.socket) -> None:
-        with sock.makefile("rb") as reading:
+        # A request that is no HTTP, or whose method is unknown, ends the connection.
+        with suppress(ValueError, KeyError), sock.makefile("rb") as reading:
             while line := reading.readline():
                 method, target, _ = line.decode().split()
                 fields = iter(reading.readline, b"\r\n")
