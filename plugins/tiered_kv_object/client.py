@@ -106,8 +106,10 @@ class ObjectClient:
     ) -> Verdict:
         """Make one attempt of a request, by `blocking` if there is the time for it."""
         left_s = deadline - time.monotonic()
-        if left_s <= 0 or self.retries.closing.is_set():
+        if left_s <= 0:
             return Verdict.TIMEOUT
+        if self.retries.closing.is_set():
+            return Verdict.UNASKED
         opened = self._opened
         try:
             if blocking is not None and self._is_running and left_s > self.settings.request_timeout + _MARGIN_S:
@@ -118,7 +120,7 @@ class ObjectClient:
         except TimeoutError:
             return Verdict.TIMEOUT
         except Exception as error:  # obstore's, which have no common class
-            return self.verdict_on(error, opened)
+            return Verdict.UNASKED if opened.store is None else self.verdict_on(error, opened)
 
     def verdict_on(self, error: Exception, opened: Opened) -> Verdict:
         """Return the verdict on obstore's error; CREDENTIALS if the credentials were read again since."""
