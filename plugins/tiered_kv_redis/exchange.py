@@ -28,7 +28,8 @@ from tiered_kv_redis.replies import Buffer, Refusal, Reply
 Failures = dict[int, RedisReason]  # why blocks failed, by their position in a batch
 _STORED = b"+OK\r\n"
 _BLAMED_S = 0.05
-"""A server that had no more time than this before a deadline is not called down for its silence."""
+_BLAMED_SHARE = 0.5
+"""A server is down after a timeout if it had this long for its answer, or this share of the time of all servers."""
 _LONG_BYTES = (1 << 20) - (1 << 10)
 """A server may close the connection for one value of this length: the least `client-query-buffer-limit` is 1 MiB."""
 
@@ -70,7 +71,7 @@ class Exchange(ABC):
         self.failures = failures
         self.count = len(positions)
         self.failure: RedisReason | None = None  # why the exchange ended early; None if it did not
-        self.is_blamed = True  # whether the failure, if any, says something about the server
+        self.waited_s = math.inf  # how long the server had for its answer, before that
         self.answered = 0  # commands, from the first on, with a reply that has been read
         self.longest_bytes = 0  # the longest value that it sends
 
@@ -85,10 +86,10 @@ class Exchange(ABC):
     def fail(self, reason: RedisReason, waited_s: float = math.inf) -> None:
         """End the exchange early. Each block without a reply fails with the first reason of the exchange.
 
-        Before a timeout, the server had `waited_s` for its answer. It had less if other servers took the time.
+        Before a timeout, the server had `waited_s` for its answer: little, if other servers took the time.
         """
-        self.is_blamed = self.is_blamed and (reason is not Reason.TIMEOUT or waited_s >= _BLAMED_S)
-        self.failure = self.failure or reason
+        if self.failure is None:
+            self.failure, self.waited_s = reason, waited_s
         for position in self.positions[self.answered :]:
             self.failures.setdefault(position, self.failure)
 
@@ -121,6 +122,7 @@ def run(exchanges: Sequence[Exchange], deadline: float) -> None:
 
 def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
     begun: list[tuple[Exchange, Link]] = []
+    blamed_s = min(_BLAMED_S, _BLAMED_SHARE * (deadline - time.monotonic()))
     try:
         for exchange in exchanges:
             if time.monotonic() >= deadline:
@@ -141,7 +143,8 @@ def _run_together(exchanges: Sequence[Exchange], deadline: float) -> None:
             if ServerFailure.READ_ONLY in exchange.reasons():
                 exchange.node.renew()
             if exchange.failure:
-                exchange.node.drop(link, exchange.failure if exchange.is_blamed else None)
+                is_blamed = exchange.failure is not Reason.TIMEOUT or exchange.waited_s >= blamed_s
+                exchange.node.drop(link, exchange.failure if is_blamed else None)
             else:
                 exchange.node.give_back(link)
 
