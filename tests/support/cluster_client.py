@@ -28,6 +28,7 @@ NAME: Final = "memory.invalid"
 """The only name of a server that the clients' stacks have."""
 _BATCH: Final = 48
 _FRESH: Final = 4  # new blocks in each round, besides the missing ones
+_MISSED_MAX: Final = 3
 _PRIMARY_BLOCKS: Final = 8 * _BATCH
 
 
@@ -103,25 +104,30 @@ class Client:
         self._store(missing + fresh)
 
     def _load(self, batch: list[bytes]) -> list[bytes]:
-        missing, at = [], 0
-        while at < len(batch):
+        """Return the blocks that are missing. After `_MISSED_MAX` misses in a row, the rest counts as missing."""
+        missing: list[bytes] = []
+        at = missed = 0
+        while at < len(batch) and missed < _MISSED_MAX:
             wanted = batch[at:]
             began_s = time.monotonic()
             loaded = self._stack.get(wanted, self._memory[: len(wanted)], self._settings.load_s)
             self.window.load_s_max = max(self.window.load_s_max, time.monotonic() - began_s)
             for key, block in zip(wanted[:loaded], self._memory, strict=False):
                 self.window.wrong += xxhash.xxh3_64_intdigest(block.data) != self._sum_of(key)
-            for number, key in enumerate(wanted[: loaded + 1]):
-                is_loaded = number < loaded
-                if key in self._hit:
-                    self.window.hit_wanted += 1
-                    self.window.hit_loaded += is_loaded
-                else:
-                    self.window.other_wanted += 1
-                    self.window.other_loaded += is_loaded
+            self._count(wanted[:loaded], 1)
+            self._count(wanted[loaded : loaded + 1], 0)
             missing += wanted[loaded : loaded + 1]
+            missed = 1 if loaded else missed + 1
             at += loaded + 1
-        return missing
+        self._count(batch[at:], 0)
+        return missing + batch[at:]
+
+    def _count(self, keys: Sequence[bytes], is_loaded: int) -> None:
+        hit = sum(key in self._hit for key in keys)
+        self.window.hit_wanted += hit
+        self.window.hit_loaded += hit * is_loaded
+        self.window.other_wanted += len(keys) - hit
+        self.window.other_loaded += (len(keys) - hit) * is_loaded
 
     def _store(self, keys: Sequence[bytes]) -> None:
         for key, block in zip(keys, self._memory, strict=False):
