@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import threading
@@ -26,12 +27,15 @@ from tests.support.cluster_client import WINDOW_S, ClientSettings, Window
 from tests.support.cluster_client import main as run_client
 from tests.support.redis_masters import Ranges, RedisMasters
 from tests.support.redis_servers import RedisServer
+from tests.support.stacks import stack_of
+from tiered_kv.config.units import format_bytes
 from tiered_kv.testing.control import wait_until
 
 _WHOLE_S_MAX: Final = 300.0
 _WHOLE_WINDOWS: Final = 4
 _WHOLE_SHARE: Final = 0.99
 """Of the blocks in the last windows: the servers evict new blocks by a sample, which may hit one that is in use."""
+_COMMAND: Final = "from tiered_kv.cli.main import main; raise SystemExit(main())"
 _ALL: Final[Ranges] = [(0, REDIS_CLUSTER_HASH_SLOTS - 1)]
 _IN_MEMORY: Final = Path("/dev/shm")
 """A server flushes its small file for each slot that moves: a busy disk would be measured."""
@@ -55,6 +59,10 @@ class ClusterSettings:
     grace_s: int = 10
     """How long the keeper waits before it gives the slots of a lost master away."""
     moved_slots: int = REDIS_CLUSTER_HASH_SLOTS // 7
+    rate_block_bytes: tuple[int, ...] = (64 << 10, 1 << 20)
+    rate_bytes: int = 64 << 20
+    """Of a round, in which each client measures its rates."""
+    rate_rounds: int = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +234,51 @@ class Proof:
         self._clients.note_addresses()
 
 
-def prove(settings: ClusterSettings, directory: Path) -> list[Event]:
-    """Run all events; raises `AssertionError` if the clients do not find all blocks again."""
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What clients store and load together, by `tiered-kv bench` in each: sums of medians, in GB/s."""
+
+    block_bytes: int
+    clients: int
+    store: float
+    load: float
+    wrong: int
+
+
+def rates(addresses: list[str], settings: ClusterSettings, directory: Path) -> list[Rate]:
+    """Measure one client, and two at once."""
+    stack = directory / "stack.yaml"
+    measured = []
+    for block_bytes in settings.rate_block_bytes:
+        tier = {"type": "redis", "mode": "cluster", "nodes": addresses}
+        stack.write_text(json.dumps(stack_of(tier, blocks=64, block_bytes=block_bytes)))
+        blocks, rounds = settings.rate_bytes // block_bytes, settings.rate_rounds
+        command = [sys.executable, "-c", _COMMAND, "bench", str(stack), "--json"]
+        command += ["--blocks", str(blocks), "--rounds", str(rounds)]
+        for count in (1, 2):
+            with ExitStack() as held:
+                running = [held.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE)) for _ in range(count)]
+                printed = [json.loads(each.communicate(timeout=_WHOLE_S_MAX)[0])["tiers"][0] for each in running]
+            store, load = (sum(each[f"{verb}_gb_per_s"] for each in printed) for verb in ("store", "load"))
+            wrong = sum(each["corrupt_blocks"] for each in printed)
+            measured.append(Rate(block_bytes, count, store, load, wrong))
+    return measured
+
+
+def prove(settings: ClusterSettings, directory: Path) -> tuple[list[Rate], list[Event]]:
+    """Measure the rates, and run all events; raises `AssertionError` if the clients do not find all blocks again."""
     with RedisMasters(directory, settings.masters) as masters, ExitStack() as held:
-        return Proof(masters, Clients(held, masters, settings, directory), settings).run()
+        measured = rates(masters.addresses, settings, directory)
+        return measured, Proof(masters, Clients(held, masters, settings, directory), settings).run()
+
+
+def table_of_rates(measured: list[Rate]) -> list[str]:
+    """Return the rates as a table in Markdown."""
+    lines = ["| blocks | clients | store, GB/s | load, GB/s |", "| --- | --- | --- | --- |"]
+    return lines + [
+        f"| {format_bytes(each.block_bytes)} | {each.clients} | {each.store:.2f} | {each.load:.2f} |"
+        for each in measured
+    ]
 
 
 def table(events: list[Event]) -> list[str]:
@@ -263,9 +312,10 @@ def main() -> int:
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cluster-", dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as directory:
-        events = prove(ClusterSettings(paused_s=options.paused, moved_slots=options.moved), Path(directory))
-    print("\n".join(table(events)))
-    return 1 if any(each.wrong for each in events) else 0
+        settings = ClusterSettings(paused_s=options.paused, moved_slots=options.moved)
+        measured, events = prove(settings, Path(directory))
+    print("\n".join([*table_of_rates(measured), "", *table(events)]))
+    return 1 if any(each.wrong for each in (*measured, *events)) else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("redis", reason="redis-py is not installed")
 
-from tests.support.cluster_memory import ClusterSettings, prove, table
+from tests.support.cluster_memory import ClusterSettings, prove, table, table_of_rates
 
 BRIEF = ClusterSettings(
     block_bytes=4 << 10,
@@ -22,12 +22,18 @@ BRIEF = ClusterSettings(
     paused_s=8.0,
     grace_s=4,
     moved_slots=70,
+    rate_block_bytes=(16 << 10,),
+    rate_bytes=1 << 20,
+    rate_rounds=1,
 )
 
 
 @pytest.mark.slow
 def test_what_happens_to_a_master_costs_its_own_blocks_and_no_wrong_byte(tmp_path: Path) -> None:
-    events = prove(BRIEF, tmp_path)  # which ends only once all blocks are found again after each event
+    measured, events = prove(BRIEF, tmp_path)  # which ends only once all blocks are found again after each event
+    assert [(each.clients, each.wrong) for each in measured] == [(1, 0), (2, 0)]
+    assert all(each.store and each.load for each in measured)
+    assert len(table_of_rates(measured)) == len(measured) + 2
     assert len(events) == len(table(events)) - 2 == 5
     for event in events:
         assert event.wrong == 0
