@@ -315,7 +315,7 @@ def main() -> int:
         settings = ClusterSettings(paused_s=options.paused, moved_slots=options.moved)
         measured, events = prove(settings, Path(directory))
     print("\n".join([*table_of_rates(measured), "", *table(events)]))
-    return 1 if any(each.wrong for each in (*measured, *events)) else 0
+    return 1 if sum(each.wrong for each in measured) + sum(each.wrong for each in events) else 0
 
 
 if __name__ == "__main__":
