@@ -104,8 +104,8 @@ class RedisSettings(CodecSettings):
         return first + tuple(map(_parse_address, self.nodes))
 
     @property
-    def silence(self) -> float:
-        """How long a server may neither send nor take a byte, in seconds, before its blocks fail and it counts as down.
+    def silence_s(self) -> float:
+        """How long a server may neither send nor take a byte before its blocks fail and it counts as down, in seconds.
 
         Of several servers, the other ones must not wait for it until the end of a transfer.
         """

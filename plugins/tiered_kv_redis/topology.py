@@ -197,7 +197,7 @@ class Topology:
     def _node_at(self, address: Address | None) -> Node:
         label = str(self._settings.socket) if address is None else _label_of(address)
         options = pool_options(self._settings, address)
-        return Node(label, options, self._on_change, self.refresh, self.said, self._settings.silence)
+        return Node(label, options, self._on_change, self.refresh, self.said, self._settings.silence_s)
 
 
 def masters_of(ranges: Sequence[Any], member: Address) -> dict[int, Address]:  # Any: as redis-py has it
