@@ -49,8 +49,9 @@ def verdict_of(error: Exception) -> Verdict:
     for verdict, words in _TRANSPORT:
         if any(word in text for word in words):
             return verdict
-    # Neither an answer nor a known fault of the connection: it was cut off, or is not HTTP.
-    return Verdict.REFUSED if isinstance(error, ValueError) else Verdict.BROKEN
+    if isinstance(error, ValueError) or type(error).__name__ == "InvalidPathError":
+        return Verdict.REFUSED  # such as of a listing with a foreign name that obstore does not accept
+    return Verdict.BROKEN  # neither an answer nor a known fault of the connection: it was cut off, or is not HTTP
 
 
 def has_answer(error: Exception) -> bool:

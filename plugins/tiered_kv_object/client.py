@@ -127,7 +127,7 @@ class ObjectClient:
         verdict, words = verdict_of(error), words_of(error)
         self.retries.words[verdict] = words
         if has_answer(error):
-            self.heard_s = time.monotonic()
+            self.heard_s, self._is_running = time.monotonic(), True
         if verdict in (Verdict.DENIED, Verdict.CREDENTIALS_EXPIRED) and self._reopen(opened):
             return Verdict.CREDENTIALS
         return verdict

@@ -162,6 +162,7 @@ def test_old_blocks_are_swept_and_used_ones_renewed(cloud: FakeS3, open_rig: Ope
 
 def test_a_list_with_a_missing_object_is_deleted(cloud: FakeS3) -> None:
     from tiered_kv.config.hooks import tier_plugins
+    from tiered_kv.toolkit.objects.verdict import BucketError
     from tiered_kv_object.client import ObjectClient
     from tiered_kv_object.control import ObstoreControl
 
@@ -173,6 +174,10 @@ def test_a_list_with_a_missing_object_is_deleted(cloud: FakeS3) -> None:
         assert sorted(name[-1] for name in cloud.objects) == ["1", "2", "4"]
         cloud.page_objects = 2
         assert [each.name for page in control.listed("kv/") for each in page] == ["kv/1", "kv/2", "kv/4"]
+        cloud.objects["/bucket/kv/foreign//name"] = b""
+        with pytest.raises(BucketError, match="foreign//name") as raised:
+            list(control.listed("kv/"))
+        assert raised.value.reason == "refused"
         cloud.always["DELETE"] = "denied"
         cloud.reply = lambda request: error(403, "AuthorizationFailure") if request.method == "DELETE" else None
         assert control.delete(["kv/1", "kv/2"]) == {0: "denied", 1: "denied"}
