@@ -212,6 +212,7 @@ class KeyTable:
         key_bytes, size, pack, others = self._key_bytes, self._record_bytes, self._number.pack, self._others
         buckets, limit = self._buckets, _RECORDS_MAX * self._record_bytes
         mask, count = self._mask, len(buckets)
+        room = _RECORDS * count - self._count  # for keys until the next split
         for key, number, encoded, index in zip(keys, numbers, map(pack, numbers), map(zlib.crc32, keys), strict=True):
             if len(key) != key_bytes or (others and key in others):
                 self._set_other(key, number)
@@ -227,12 +228,13 @@ class KeyTable:
                 buckets[index] = b"".join((bucket[: at + key_bytes], encoded, bucket[at + size :]))
             elif len(bucket) < limit:
                 buckets[index] = bucket + (key + encoded)
-                self._count += 1
-                if self._count > _RECORDS * count:
+                room -= 1
+                if room < 0:
                     self._split()
-                    mask, count = self._mask, count + 1
+                    mask, count, room = self._mask, count + 1, room + _RECORDS
             else:
                 self._set_other(key, number)
+        self._count = _RECORDS * count - room
 
     def pop(self, key: bytes) -> int:
         """Remove `key` and return its number; -1 if it has none. The writer's thread."""
@@ -284,24 +286,27 @@ class KeyTable:
         buckets, size, key_bytes, pack = self._buckets, self._record_bytes, self._key_bytes, self._number.pack
         count, mask = len(buckets), self._mask
         keys: list[bytes | None] = []
+        removed = 0
         for index, number, wanted in zip(hashes, numbers, map(pack, numbers), strict=True):
             index &= mask
             if index >= count:
                 index &= mask >> 1
             bucket = buckets[index]
             at = bucket.find(wanted, key_bytes)
-            while at >= 0 and (at - key_bytes) % size:  # a key may contain these bytes
+            while at >= 0 and at % size != key_bytes:  # a key may contain these bytes
                 at = bucket.find(wanted, at + 1)
             if at >= 0:
                 begin = at - key_bytes
                 keys.append(bucket[begin:at])
                 if removes:
-                    buckets[index] = bucket[:begin] + bucket[begin + size :]
-                    self._count -= 1
+                    rest = bucket[begin + size :]
+                    buckets[index] = bucket[:begin] + rest if begin else rest  # the oldest record is the first
+                    removed += 1
             else:
                 keys.append(self._crowded.get(number) if self._crowded else None)
                 if removes and (key := keys[-1]) is not None:
                     del self._crowded[number], self._others[key]
+        self._count -= removed
         return keys
 
     def _use_length(self, key_bytes: int) -> None:
