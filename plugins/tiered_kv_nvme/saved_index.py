@@ -110,7 +110,7 @@ def save_index(files: SegmentFiles, segments: Sequence[Segment], places: KeyTabl
     began_s = time.monotonic()
     end_s = min(end_s, began_s + SAVE_S)
     uses, part_count = uses_of(segments, epoch), places.part_count(_PART_BUCKETS)
-    if not uses or not part_count or len(uses) > SEGMENTS_MAX:
+    if began_s >= end_s or not uses or not part_count or len(uses) > SEGMENTS_MAX:
         return False
     hashes = _hashes_of(segments, uses, places.key_bytes)
     if hashes is None:

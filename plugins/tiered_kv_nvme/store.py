@@ -319,7 +319,8 @@ class SegmentStore:
                     segment.state = SegmentState.SEALED
         if len(idle) < len(segments):
             return False
-        save_index(self._files, segments, places, self.pool.epoch, min(deadline, save_until_s))
+        with suppress(MemoryError):  # the next opening builds it
+            save_index(self._files, segments, places, self.pool.epoch, min(deadline, save_until_s))
         self._released = True
         _open_stores.discard(self)
         with ExitStack() as release:

@@ -108,7 +108,19 @@ def test_it_takes_the_place_of_free_segments_within_the_capacity(bench: StoreBen
     assert len(bench.segments) == files
 
 
-def test_without_room_or_time_none_is_saved(bench: StoreBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_none_is_saved_and_the_directory_is_released(
+    saved: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    store = reopened(saved, used=True)
+    monkeypatch.setattr(saved_index, "_hashes_of", refuse)
+    assert store.close()
+    reopened(saved, used=False)
+
+
+def test_without_room_or_time_none_is_saved(bench: StoreBench) -> None:
     store = bench.open_ready()
     bench.put(store, KEYS[0])
     store.close(save_until_s=0.0)
