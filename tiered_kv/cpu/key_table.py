@@ -285,8 +285,7 @@ class KeyTable:
     def _with_numbers(self, hashes: Iterable[int], numbers: Sequence[int], *, removes: bool) -> list[bytes | None]:
         buckets, size, key_bytes, pack = self._buckets, self._record_bytes, self._key_bytes, self._number.pack
         count, mask = len(buckets), self._mask
-        keys: list[bytes | None] = []
-        removed = 0
+        keys, removed = list[bytes | None](), 0
         for index, number, wanted in zip(hashes, numbers, map(pack, numbers), strict=True):
             index &= mask
             if index >= count:
@@ -299,8 +298,7 @@ class KeyTable:
                 begin = at - key_bytes
                 keys.append(bucket[begin:at])
                 if removes:
-                    rest = bucket[begin + size :]
-                    buckets[index] = bucket[:begin] + rest if begin else rest  # the oldest record is the first
+                    buckets[index] = bucket[:begin] + bucket[begin + size :] if begin else bucket[size:]
                     removed += 1
             else:
                 keys.append(self._crowded.get(number) if self._crowded else None)
