@@ -23,13 +23,13 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.entries import tier_settings
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import suggestion
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HintReader, Hints
 from tiered_kv.metrics.registry import Registry
 from tiered_kv.metrics.series import CounterView
 from tiered_kv.reasons import Reason
 from tiered_kv.system.limits import compare, require
+from tiered_kv.tiering.admission import Offer
 from tiered_kv.tiering.answers import checked_answer, tier_exceptions
 from tiered_kv.tiering.base import JobMetadata, TierSpec
 from tiered_kv.tiering.base import JobResult as OurResult
@@ -207,10 +207,10 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             self._guarded.account.skipped(Reason.BY_REQUEST, job_metadata.keys)
             self._end(job_metadata.job_id, is_success=True)
             return
-        offered = {block.key: block for block in _in_prefix_order(job_metadata)}  # each block once
-        taken = self._guarded.select(list(offered.values()), job_metadata.req_context)
+        offered = dict(_in_prefix_order(job_metadata))  # each block once
+        taken = self._guarded.select(Offer([*offered], [*offered.values()]), job_metadata.req_context)
         if taken:
-            self._submit(job_metadata, taken)
+            self._submit(job_metadata, taken.keys, taken.rows)
         else:
             # No block was taken. The job has failed if the tier had no room, and not if it wanted none of the blocks.
             self._end(job_metadata.job_id, is_success=self._guarded.store_room() > 0)
@@ -221,12 +221,13 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         if guarded.refusal():  # the breaker may have opened since the lookup
             self._fail(job_metadata)
         else:
-            self._submit(job_metadata, _in_prefix_order(job_metadata))
+            blocks = _in_prefix_order(job_metadata)
+            self._submit(job_metadata, [key for key, _ in blocks], [row for _, row in blocks])
 
-    def _submit(self, job_metadata: TransferJob, blocks: list[CPUBlock]) -> None:
+    def _submit(self, job_metadata: TransferJob, keys: list[OffloadKey], rows: list[int]) -> None:
         job = self._guarded.submit(
-            [block.key for block in blocks],
-            blocks,
+            keys,
+            rows,
             job_metadata.req_context,
             self,
             is_promotion=job_metadata.is_promotion,
@@ -361,17 +362,13 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             gc.collect()  # a tier and its callbacks hold each other
 
 
-def _in_prefix_order(job_metadata: TransferJob) -> list[CPUBlock]:
+def _in_prefix_order(job_metadata: TransferJob) -> list[tuple[OffloadKey, int]]:
     """Return a job's keys and rows, head of the prefix first.
 
     vLLM passes keys through sets, which lose their order; its request knows the token at which each ends. Blocks that
     are stored in order are read back in fewer, larger reads.
     """
-    blocks = []
-    for key, row in zip(job_metadata.keys, np.asarray(job_metadata.chunk_ids).tolist(), strict=True):
-        block = CPUBlock(row)
-        block.key = key
-        blocks.append(block)
+    blocks = list(zip(job_metadata.keys, np.asarray(job_metadata.chunk_ids).tolist(), strict=True))
     position_of = job_metadata.req_context.get_offload_key_position
-    positions = {block.key: position_of(block.key) for block in blocks}
-    return blocks if None in positions.values() else sorted(blocks, key=lambda block: positions[block.key])
+    positions = {key: position_of(key) for key, _ in blocks}
+    return blocks if None in positions.values() else sorted(blocks, key=lambda block: positions[block[0]])

@@ -32,7 +32,7 @@ from tiered_kv.config.units import (
     rounded_bytes,
     rounded_seconds,
 )
-from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES, RowTable, make_policy
 from tiered_kv.errors import ConfigError
 
 MINIMAL: dict[str, object] = {
@@ -371,9 +371,9 @@ def test_a_size_is_shown_as_the_file_has_it_and_that_of_a_changed_copy_as_it_is(
 
 def test_every_policy_that_a_file_may_name_exists() -> None:
     for policy in BUILT_IN_POLICIES:
-        make_policy(policy, 2)
+        make_policy(policy, RowTable(2))
     with pytest.raises(ConfigError, match=", ".join(BUILT_IN_POLICIES)):
-        make_policy("nonesuch", 2)
+        make_policy("nonesuch", RowTable(2))
 
 
 def test_the_schema_knows_every_tier_and_its_settings() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.cpu.backend import CPUBackend, CPUBlock
-from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy, RequestChain, make_policy
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES, RequestChain, RowTable, make_policy
 from tiered_kv.cpu.policies.checked import CheckedPolicy
 from tiered_kv.cpu.policies.recency import LRUPolicy
 from tiered_kv.cpu.region import PrimaryRegion
@@ -23,7 +23,7 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 
 NUM_BLOCKS = 8
 CALLS_BEFORE_FAULT = 10
-Evicted = list[CPUBlock] | None
+Evicted = list[int] | None
 
 
 class Own(LRUPolicy):
@@ -33,22 +33,22 @@ class Own(LRUPolicy):
 class Sorting(Own):
     """Reorders the lists that it is given."""
 
-    def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
-        super().admit(blocks, chain)
-        blocks.reverse()  # type: ignore[attr-defined]  # it is a list
+    def admit(self, rows: Sequence[int], chain: RequestChain) -> None:
+        super().admit(rows, chain)
+        rows.reverse()  # type: ignore[attr-defined]  # it is a list
 
-    def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
-        super().use(blocks, chain)
-        blocks.reverse()  # type: ignore[attr-defined]
+    def use(self, rows: Sequence[int], chain: RequestChain) -> None:
+        super().use(rows, chain)
+        rows.reverse()  # type: ignore[attr-defined]
 
 
 class Cleaning(Own):
     """Takes the chain from each block that leaves."""
 
-    def remove(self, blocks: Iterable[CPUBlock]) -> None:
-        super().remove(blocks)
-        for block in blocks:
-            block.chain = None
+    def remove(self, rows: Collection[int]) -> None:
+        super().remove(rows)
+        for row in rows:
+            self.table.chain[row] = None
 
 
 class Raising(Own):
@@ -77,42 +77,51 @@ class Raising(Own):
 class Lazy(Own):
     """Does not set the blocks' chain and position."""
 
-    def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+    def use(self, rows: Sequence[int], chain: RequestChain) -> None:
         return
 
 
 class Wrong(Own):
     """Returns from `evict` what `answer` makes of the right victims, of all blocks ever seen and of the step."""
 
-    answer: Callable[[Any, list[CPUBlock], int], Any]
+    answer: Callable[[Any, list[int], RowTable, int], Any]
     calls = 0
 
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self.seen: dict[int, CPUBlock] = {}
+    def __init__(self, table: RowTable) -> None:
+        super().__init__(table)
+        self.seen: dict[int, None] = {}
 
-    def add(self, blocks: Iterable[CPUBlock]) -> None:
-        added = list(blocks)
-        self.seen.update((block.block_id, block) for block in added)
-        super().add(added)
+    def add(self, rows: Collection[int]) -> None:
+        self.seen.update(dict.fromkeys(rows))
+        super().add(rows)
 
     def evict(self, count: int, step: int, spare: RequestChain | None = None) -> Evicted:
         self.calls += 1
         victims = super().evict(count, step, spare)
         if self.calls < CALLS_BEFORE_FAULT or victims is None:
             return victims
-        wrong: Evicted = Wrong.answer(victims, [block for block in self.seen.values() if block not in victims], step)
+        wrong: Evicted = Wrong.answer(victims, [row for row in self.seen if row not in victims], self.table, step)
         return wrong
 
 
-ANSWERS: dict[str, Callable[[Any, list[CPUBlock], int], Any]] = {
-    "pinned": lambda right, others, _: [*right[:-1], next((b for b in others if b.ref_cnt > 0), right[-1])],
-    "being written": lambda right, others, _: [*right[:-1], next((b for b in others if b.ref_cnt < 0), right[-1])],
-    "of this step": lambda right, others, step: [*right[1:], next((b for b in others if b.step == step), right[0])],
-    "foreign": lambda right, *_: [*right[1:], CPUBlock(3)],
-    "none of a block": lambda right, *_: [*right[1:], 7],
+ANSWERS: dict[str, Callable[[Any, list[int], RowTable, int], Any]] = {
+    "pinned": lambda right, others, table, _: [
+        *right[:-1],
+        next((row for row in others if table.ref_cnt[row] > 0), right[-1]),
+    ],
+    "being written": lambda right, others, table, _: [
+        *right[:-1],
+        next((row for row in others if table.ref_cnt[row] < 0), right[-1]),
+    ],
+    "of this step": lambda right, others, table, step: [
+        *right[1:],
+        next((row for row in others if table.step[row] == step), right[0]),
+    ],
+    "no row": lambda right, *_: [*right[1:], NUM_BLOCKS],
+    "before the first": lambda right, *_: [*right[1:], -1],
+    "no number": lambda right, *_: [*right[1:], "7"],
     "too few": lambda right, *_: right[1:],
-    "too many": lambda right, others, _: [*right, *others],
+    "too many": lambda right, others, *_: [*right, *others],
     "twice": lambda right, *_: [*right[1:], right[-1], right[-1]],
     "no list": lambda *_: 3,
     "lost": lambda *_: None,
@@ -122,7 +131,7 @@ ANSWERS: dict[str, Callable[[Any, list[CPUBlock], int], Any]] = {
 class Engine:
     """Requests store and load at random; `memory` is what each row's bytes would be."""
 
-    def __init__(self, policy: str | CachePolicy) -> None:
+    def __init__(self, policy: str) -> None:
         self.manager = TieringOffloadingManager(PrimaryRows(CPUBackend(PrimaryRegion(NUM_BLOCKS, 64)), policy))
         self.random = random.Random(5)
         self.memory: dict[int, OffloadKey] = {}
@@ -170,7 +179,7 @@ class Engine:
         self.manager.complete_load(wanted, context)
 
 
-def run(policy: str | CachePolicy) -> None:
+def run(policy: str) -> None:
     engine = Engine(policy)
     engine.run(300)
     assert engine.num_loaded > 100
@@ -200,7 +209,7 @@ def test_wrong_victims_are_not_evicted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
     monkeypatch.setattr(Wrong, "answer", staticmethod(ANSWERS[answer]), raising=False)
-    run(Wrong(NUM_BLOCKS))
+    run(f"{__name__}:Wrong")
     assert [record.getMessage() for record in caplog.records] == [REPLACED % ("Wrong", "evict")]
 
 
@@ -233,7 +242,7 @@ def test_a_policy_that_cannot_be_made_is_a_config_error(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "own_policy", raising=False)
     with pytest.raises(ConfigError, match=message):
-        make_policy("own_policy:Own", 2)
+        make_policy("own_policy:Own", RowTable(2))
 
 
 REPLACED = f"the eviction policy {__name__}:%s is replaced by lru, because of its %s"

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext, make_offload_key
-from tiered_kv.cpu.backend import PROMOTION, CPUBackend
+from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.cpu.rows import PROMOTION_ROWS_MAX, PrimaryRows
+from tiered_kv.cpu.rows import PROMOTION, PROMOTION_ROWS_MAX, PrimaryRows
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 NUM_BLOCKS = 8

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from tests.performance.policy_hits import Prompt, agent_steps, documents, hits_of, open_manager, serve
-from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock
+from tests.support.policy_rows import stored
+from tiered_kv.base import ReqContext
 from tiered_kv.cpu.hit_density import BUCKETS, HitDensity
-from tiered_kv.cpu.policies import RequestChain
+from tiered_kv.cpu.policies import RequestChain, RowTable
 from tiered_kv.cpu.policies.density import KIND_GROUPS, PACES_S, DensityPolicy, _class_of
 from tiered_kv.hints import Hints
 from tiered_kv.workload.request import Request, hints_from_sessions
@@ -52,9 +52,9 @@ def test_density_gives_equal_results_in_every_run() -> None:
 
 
 def test_density_remembers_a_bounded_number_of_tails() -> None:
-    policy = DensityPolicy(80)
+    policy = DensityPolicy(RowTable(80))
     for number in range(3000):
-        _stored(policy, RequestChain(), 8, first=8 * number)
+        stored(policy, RequestChain(), 8, first=8 * number)
         if len(policy) == 80:
             policy.evict(8, step=0)
     tails = {id(tail) for aging in policy._aging for tail in aging}
@@ -63,34 +63,34 @@ def test_density_remembers_a_bounded_number_of_tails() -> None:
 
 
 def test_density_forgets_requests_that_find_all_they_need() -> None:
-    policy = DensityPolicy(80)
-    prompts = [_stored(policy, RequestChain(), 8, first=8 * number) for number in range(10)]
+    policy = DensityPolicy(RowTable(80))
+    prompts = [stored(policy, RequestChain(), 8, first=8 * number) for number in range(10)]
     for number in range(3000):
         policy.use(prompts[number % 10], RequestChain())
     assert sum(map(len, policy._aging)) < 100
 
 
 def test_requests_that_use_blocks_in_contradicting_orders_hold_none_of_them_for_ever() -> None:
-    policy = DensityPolicy(100)
+    policy = DensityPolicy(RowTable(100))
     one, other = RequestChain(), RequestChain()
-    blocks = _stored(policy, one, 3)
-    last = _stored(policy, other, 1, first=10)
+    blocks = stored(policy, one, 3)
+    last = stored(policy, other, 1, first=10)
     policy.use(blocks[:2], other)
     policy.use(last, one)
-    _stored(policy, RequestChain(), 4, first=20)
-    assert [block.block_id for block in policy.evict(2, step=0) or ()] == [1, 0]
+    stored(policy, RequestChain(), 4, first=20)
+    assert policy.evict(2, step=0) == [1, 0]
     assert not policy._order._hanging
 
 
 def test_blocks_after_an_evicted_one_go_first() -> None:
-    policy, chain = DensityPolicy(100), RequestChain()
-    older = _stored(policy, RequestChain(), 4)
-    for block in older:
-        block.step = 0  # looked up in this step
-    prompt = _stored(policy, chain, 4, first=10)
+    policy, chain = DensityPolicy(RowTable(100)), RequestChain()
+    older = stored(policy, RequestChain(), 4)
+    for row in older:
+        policy.table.step[row] = 0  # looked up in this step
+    prompt = stored(policy, chain, 4, first=10)
     assert policy.evict(2, step=0) == prompt[:1:-1]
     policy.end_step()
-    after = _stored(policy, chain, 3, first=20)
+    after = stored(policy, chain, 3, first=20)
     assert policy.evict(5, step=1) == [*after[::-1], *older[:1:-1]]
 
 
@@ -141,64 +141,64 @@ def test_a_kind_without_evidence_is_worth_what_its_prior_is_worth() -> None:
 
 
 def test_a_tail_whose_request_says_that_it_does_not_return_goes_first() -> None:
-    policy = DensityPolicy(100)
-    old, new = _stored(policy, RequestChain(), 4), _stored(policy, _hinted(ttl_s=0), 4, first=10)
+    policy = DensityPolicy(RowTable(100))
+    old, new = stored(policy, RequestChain(), 4), stored(policy, _hinted(ttl_s=0), 4, first=10)
     assert policy.evict(4, step=0) == new[::-1]
     assert policy.evict(4, step=0) == old[::-1]
 
 
 def test_a_tail_goes_first_once_its_ttl_is_over() -> None:
-    policy = DensityPolicy(80)
-    old = _stored(policy, RequestChain(), 8)
-    expiring = _stored(policy, _hinted(ttl_s=60), 8, first=8)
+    policy = DensityPolicy(RowTable(80))
+    old = stored(policy, RequestChain(), 8)
+    expiring = stored(policy, _hinted(ttl_s=60), 8, first=8)
     policy.now_s = 61.0
     for number in range(2, 8):
-        _stored(policy, RequestChain(), 8, first=8 * number)
+        stored(policy, RequestChain(), 8, first=8 * number)
     assert policy.evict(8, step=0) == expiring[::-1]
     assert policy.evict(8, step=0) == old[::-1]
 
 
 def test_a_priority_is_worth_some_age_and_no_more() -> None:
-    policy = DensityPolicy(400)
+    policy = DensityPolicy(RowTable(400))
     order: list[int] = []
     for number in range(4000):
         while len(policy) > 396:
-            order += [block.block_id // 4 for block in policy.evict(4, step=0) or ()]
-        _stored(policy, _hinted(priority=1) if number == 300 else RequestChain(), 4, first=4 * number)
+            order += [row // 4 for row in policy.evict(4, step=0) or ()]
+        stored(policy, _hinted(priority=1) if number == 300 else RequestChain(), 4, first=4 * number)
     assert 300 in order, "it goes in the end"
     assert order.index(300) > order.index(301), "later than the next one"
 
 
 def test_the_next_request_of_a_session_says_anew_what_its_blocks_are_worth() -> None:
-    policy = DensityPolicy(100)
+    policy = DensityPolicy(RowTable(100))
     first, again = _hinted(ttl_s=0), RequestChain()
-    blocks = _stored(policy, first, 4)
-    others = _stored(policy, RequestChain(), 4, first=10)
+    blocks = stored(policy, first, 4)
+    others = stored(policy, RequestChain(), 4, first=10)
     policy.use(blocks, again)
     assert policy.evict(4, step=0) == others[::-1], "its first hint holds no longer"
     policy.use(blocks, _hinted(ttl_s=0))
-    more = _stored(policy, RequestChain(), 4, first=20)
+    more = stored(policy, RequestChain(), 4, first=20)
     assert policy.evict(4, step=0) == blocks[::-1]
     assert policy.evict(4, step=0) == more[::-1]
 
 
 def test_what_others_share_with_a_request_is_not_its_to_expire() -> None:
-    policy = DensityPolicy(100)
-    blocks = _stored(policy, RequestChain(), 6)
+    policy = DensityPolicy(RowTable(100))
+    blocks = stored(policy, RequestChain(), 6)
     hinted = _hinted(ttl_s=0)
     policy.use(blocks[:3], hinted)
-    own = _stored(policy, hinted, 2, first=10)
+    own = stored(policy, hinted, 2, first=10)
     assert policy.evict(2, step=0) == own[::-1]
     assert policy.evict(3, step=0) == blocks[:2:-1]
 
 
 def test_announced_returns_are_weighed_by_how_often_they_come() -> None:
-    policy = DensityPolicy(200)
+    policy = DensityPolicy(RowTable(200))
     for number in range(2000):
         if len(policy) > 150:
             policy.evict(8, step=0)
         says = (1.0, 300.0)[number % 2]
-        blocks = _stored(policy, _hinted(expect_return_s=says), 4, first=4 * number)
+        blocks = stored(policy, _hinted(expect_return_s=says), 4, first=4 * number)
         if number % 2:
             policy.use(blocks, _hinted(expect_return_s=says))
     liars, honest = policy._kinds[1, 0, 0], policy._kinds[5, 0, 0]
@@ -208,12 +208,12 @@ def test_announced_returns_are_weighed_by_how_often_they_come() -> None:
 
 @pytest.mark.parametrize(("returns_s", "counts_as_s"), [(20, 20), (60, 20), (200, 200), (2, 2), (20_000, 20)])
 def test_what_a_session_says_of_its_returns_is_corrected_by_its_last_ones(returns_s: float, counts_as_s: float) -> None:
-    policy, prompt, chain = DensityPolicy(100), list[CPUBlock](), RequestChain()
+    policy, prompt, chain = DensityPolicy(RowTable(100)), list[int](), RequestChain()
     for turn in range(6):
         policy.now_s = 1.0 + turn * returns_s
         chain = _hinted(expect_return_s=20.0)
         policy.use(prompt, chain)
-        prompt += _stored(policy, chain, 4, first=4 * turn)
+        prompt += stored(policy, chain, 4, first=4 * turn)
     (kind,) = (hinted for hinted, kind in policy._kinds.items() if kind == chain.note.kind)
     assert kind == (_class_of(counts_as_s), 0, bisect_right(PACES_S, returns_s))
 
@@ -328,13 +328,3 @@ def _hinted(**hints: Any) -> RequestChain:
     chain = RequestChain()
     chain.hints = Hints(**hints)
     return chain
-
-
-def _stored(policy: DensityPolicy, chain: RequestChain, count: int, first: int = 0) -> list[CPUBlock]:
-    blocks = [CPUBlock(first + index) for index in range(count)]
-    for block in blocks:
-        block.key = OffloadKey(b"key-%d" % block.block_id)
-    policy.admit(blocks, chain)
-    chain.extend(blocks)
-    policy.add(blocks)
-    return blocks

@@ -13,7 +13,7 @@ import pytest
 from tests.support.command import Command
 from tests.support.stacks import stack_of
 from tiered_kv.config.stack_config import load_config
-from tiered_kv.cpu.policies import make_policy
+from tiered_kv.cpu.policies import RowTable, make_policy
 from tiered_kv.cpu.policies.found import POLICIES, Policies, policies
 from tiered_kv.cpu.policies.recency import LRUPolicy
 from tiered_kv.errors import ConfigError
@@ -64,7 +64,7 @@ def test_a_stack_s_file_names_a_policy_of_another_distribution(install: Install)
     keys, blocks = [bytes([index]) * 8 for index in range(4)], np.ones((4, 4096), np.uint8)
     with open_stack(stack_of(primary={"policy": "moon"})) as stack:
         assert stack.put(keys, blocks, timeout=60) == 4
-    assert type(make_policy("moon", 4)).__module__ == "astronomy"
+    assert type(make_policy("moon", RowTable(4))).__module__ == "astronomy"
 
 
 def test_the_error_for_an_unknown_policy_lists_those_that_were_found(install: Install) -> None:
@@ -72,15 +72,15 @@ def test_the_error_for_an_unknown_policy_lists_those_that_were_found(install: In
     with pytest.raises(ConfigError, match=r"expected lru, arc, density, moon.*did you mean 'moon'"):
         load_config(stack_of(primary={"policy": "mon"}))
     with pytest.raises(ConfigError, match="known are lru, arc, density, moon"):
-        make_policy("sun", 4)
+        make_policy("sun", RowTable(4))
 
 
 def test_a_broken_policy_is_named_and_costs_no_other(install: Install, command: Command) -> None:
     install("astronomy", "moon")
     install("broken", "sun", "raise RuntimeError('eclipse')")
-    assert isinstance(make_policy("moon", 4), LRUPolicy)
+    assert isinstance(make_policy("moon", RowTable(4)), LRUPolicy)
     with pytest.raises(ConfigError, match="'sun' cannot be made for 4 blocks: RuntimeError: eclipse"):
-        make_policy("sun", 4)
+        make_policy("sun", RowTable(4))
     text = command.out("plugins", status=1)
     assert "Evicts by the phase of the moon." in text
     assert "broken: policy 'sun' of broken 1.0: RuntimeError: eclipse" in text
@@ -94,8 +94,8 @@ def test_two_distributions_with_one_name_are_both_named_and_a_built_in_name_stay
     install("second", "moon")
     install("copycat", "lru")
     with pytest.raises(ConfigError, match=r"'moon' is registered by first 1\.0 and second 1\.0; uninstall one"):
-        make_policy("moon", 4)
-    assert type(make_policy("lru", 4)) is LRUPolicy
+        make_policy("moon", RowTable(4))
+    assert type(make_policy("lru", RowTable(4))) is LRUPolicy
     errors = {each.origin: each.error for each in policies().found() if each.error}
     assert errors["policy 'lru' of copycat 1.0"] == "'lru' is a built-in policy; give yours another name"
     assert len(errors) == 3
@@ -112,7 +112,7 @@ def test_an_installation_that_is_found_twice_counts_once(install: Install) -> No
 def test_a_policy_whose_module_ends_the_process_is_an_error(install: Install, command: Command, source: str) -> None:
     install("quitter", "leave", source)
     with pytest.raises(ConfigError, match=r"the policy 'leave' cannot be made for 4 blocks: \w+: (0|panic)"):
-        make_policy("leave", 4)
+        make_policy("leave", RowTable(4))
     (found,) = [each for each in policies().found() if each.error]
     assert found.origin == "policy 'leave' of quitter 1.0"
     assert "'leave' is a policy, which has no settings" in command.err("plugins", "leave")

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import write_shown
-from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.policies import CachePolicy, RequestChain, make_policy
+from tests.support.policy_rows import stored
+from tiered_kv.cpu.policies import CachePolicy, RequestChain, RowTable, make_policy
 from tiered_kv.cpu.policies.checked import CheckedPolicy
 from tiered_kv.cpu.policies.density import DensityPolicy
 from tiered_kv.cpu.policies.recency import ARCPolicy, LRUPolicy
@@ -26,57 +25,39 @@ POLICIES = [LRUPolicy, ARCPolicy, DensityPolicy]
 BY_RECENCY = [LRUPolicy, ARCPolicy]
 
 
-def make_blocks(count: int, first: int = 0) -> list[CPUBlock]:
-    blocks = [CPUBlock(first + i) for i in range(count)]
-    for block in blocks:
-        block.key = OffloadKey(b"key-%d" % block.block_id)
-    return blocks
-
-
-def store(policy: CachePolicy, blocks: list[CPUBlock], chain: RequestChain) -> None:
-    policy.admit(blocks, chain)
-    chain.extend(blocks)
-    policy.add(blocks)
-
-
 def evicted_ids(policy: CachePolicy, count: int, step: int = 0) -> list[int]:
     victims = policy.evict(count, step)
     assert victims is not None
-    return [block.block_id for block in victims]
+    return victims
 
 
 def test_blocks_that_another_request_uses_move_to_it_in_the_order_of_its_prefix() -> None:
-    policy = LRUPolicy(100)
+    policy = LRUPolicy(RowTable(100))
     old, new = RequestChain(), RequestChain()
-    prefix = make_blocks(4)
-    store(policy, prefix, old)
-    tail = make_blocks(2, 10)
-    store(policy, tail, new)  # stored before the prefix is touched, as some engines do
+    prefix = stored(policy, old, 4)
+    tail = stored(policy, new, 2, 10)  # stored before the prefix is touched, as some engines do
     policy.use([*prefix[:2], *tail], new)
     assert evicted_ids(policy, 6) == [3, 2, 11, 10, 1, 0]
 
 
 @pytest.mark.parametrize("policy_class", POLICIES)
 def test_blocks_return_to_their_place_when_their_request_uses_them_again(policy_class: type[CachePolicy]) -> None:
-    policy = policy_class(100)
+    policy = policy_class(RowTable(100))
     one, other = RequestChain(), RequestChain()
-    blocks = make_blocks(8)
-    store(policy, blocks, one)
-    policy.use(blocks[:4], other)
-    policy.use(blocks[:4], one)
-    assert [block.position for block in blocks] == list(range(8))
+    rows = stored(policy, one, 8)
+    policy.use(rows[:4], other)
+    policy.use(rows[:4], one)
+    assert policy.table.position.tolist() == list(range(8))
     if policy_class is LRUPolicy:
         assert evicted_ids(policy, 8) == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("policy_class", POLICIES)
 def test_what_was_refused_leaves_the_order_as_it_was(policy_class: type[CachePolicy]) -> None:
-    policy = policy_class(100)
-    prompts = [make_blocks(2, 2 * index) for index in range(4)]
-    for blocks in prompts:
-        store(policy, blocks, RequestChain())
-    for block in prompts[3]:
-        block.step = 1  # looked up in this step
+    policy = policy_class(RowTable(100))
+    prompts = [stored(policy, RequestChain(), 2, 2 * index) for index in range(4)]
+    for row in prompts[3]:
+        policy.table.step[row] = 1  # looked up in this step
     assert policy.evict(7, step=1) is None
     policy.end_step()
     assert evicted_ids(policy, 8) == [1, 0, 3, 2, 5, 4, 7, 6]
@@ -85,13 +66,11 @@ def test_what_was_refused_leaves_the_order_as_it_was(policy_class: type[CachePol
 @pytest.mark.parametrize("policy_class", POLICIES)
 def test_pinned_blocks_cost_an_eviction_nothing(policy_class: type[CachePolicy]) -> None:
     def evict_one(pinned: int) -> float:
-        policy = policy_class(pinned + 200)
-        chains = [make_blocks(100, first) for first in range(0, pinned, 100)]
-        for blocks in chains:
-            store(policy, blocks, RequestChain())
-        for blocks in chains:
-            policy.remove(blocks)
-        store(policy, make_blocks(200, 10**6), RequestChain())
+        policy = policy_class(RowTable(pinned + 200))
+        chains = [stored(policy, RequestChain(), 100, first) for first in range(0, pinned, 100)]
+        for rows in chains:
+            policy.remove(rows)
+        stored(policy, RequestChain(), 200, pinned)
         start = time.thread_time()  # of the processor: what others have of it meanwhile is not the eviction's
         for _ in range(100):
             assert policy.evict(1, step=0)
@@ -103,45 +82,41 @@ def test_pinned_blocks_cost_an_eviction_nothing(policy_class: type[CachePolicy])
 
 
 def test_arc_keeps_blocks_of_several_requests_through_a_scan() -> None:
-    policy = ARCPolicy(40)
-    shared = make_blocks(10)
-    store(policy, shared, RequestChain())
+    policy = ARCPolicy(RowTable(40))
+    shared = stored(policy, RequestChain(), 10)
     policy.use(shared, RequestChain())
     evicted: list[int] = []
     for first in range(100, 400, 10):
         if len(policy) + 10 > 40:
             evicted += evicted_ids(policy, 10)
-        store(policy, make_blocks(10, first), RequestChain())
-    assert not set(evicted) & {block.block_id for block in shared}
+        stored(policy, RequestChain(), 10, first)
+    assert not set(evicted) & set(shared)
 
 
 def test_arc_admits_what_comes_back_as_frequent_and_bounds_its_memory() -> None:
-    policy = ARCPolicy(10)
+    policy = ARCPolicy(RowTable(10))
     for first in range(0, 1000, 5):
         if len(policy) + 5 > 10:
             evicted_ids(policy, 5)
-        store(policy, make_blocks(5, first), RequestChain())
+        stored(policy, RequestChain(), 5, first)
     evicted_ids(policy, 5)
-    long_gone = make_blocks(5, 500)
-    policy.admit(long_gone, RequestChain())
-    assert not any(block.is_frequent for block in long_gone), "it remembers as many as it holds"
-    back = make_blocks(5, 990)
-    policy.admit(back, RequestChain())
-    assert all(block.is_frequent for block in back)
+    stored(policy, RequestChain(), 5, 500)
+    assert not len(policy._frequent), "it remembers as many as it holds"
+    stored(policy, RequestChain(), 5, 990)
+    assert len(policy._frequent) == 5
 
 
 def test_arc_gives_up_no_head_before_the_tail_of_an_older_request() -> None:
-    policy = ARCPolicy(12)
+    policy = ARCPolicy(RowTable(12))
     policy._recent_target = 12.0  # as after many returns to T1: T2 is to shrink
-    old = make_blocks(8)
-    store(policy, old, RequestChain())
+    old = stored(policy, RequestChain(), 8)
     policy.use(old[:4], RequestChain())  # the head is shared now, its old tail is not
     assert evicted_ids(policy, 8) == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
 def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:
-    assert [type(make_policy(name, 4)) for name in ("lru", "arc", "density")] == POLICIES
-    assert isinstance(make_policy("tiered_kv.cpu.policies.recency:LRUPolicy", 4), LRUPolicy)
+    assert [type(make_policy(name, RowTable(4))) for name in ("lru", "arc", "density")] == POLICIES
+    assert isinstance(make_policy("tiered_kv.cpu.policies.recency:LRUPolicy", RowTable(4)), LRUPolicy)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +124,7 @@ def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:
     [
         ("no_such_policy", "known are lru, arc, density"),
         ("no_such_module:X", "ModuleNotFoundError"),
-        ("json:dumps", "not a subclass"),
+        ("builtins:repr", "not a subclass"),
         ("tiered_kv.cpu.policies:CachePolicy", "TypeError: Can't instantiate abstract class"),
         (":x", "ValueError"),
         ("..x:y", "TypeError"),
@@ -157,7 +132,7 @@ def test_a_policy_is_found_by_name_or_by_module_and_class() -> None:
 )
 def test_a_policy_that_cannot_be_had_says_why(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_policy(name, 4)
+        make_policy(name, RowTable(4))
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy, RequestChain, density, make_policy
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy, RequestChain, RowTable, density, make_policy
+from tiered_kv.cpu.row_table import NO_KEY
 
 NUM_BLOCKS = 40
 
@@ -32,10 +32,11 @@ class PolicyMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy: CachePolicy = make_policy(self.policy_name, self.num_blocks)
-        self.resident: dict[Prefix, CPUBlock] = {}
-        self.pinned: dict[Prefix, CPUBlock] = {}
-        self.free = [CPUBlock(block_id) for block_id in range(self.num_blocks)]
+        self.table = RowTable(self.num_blocks)
+        self.policy: CachePolicy = make_policy(self.policy_name, self.table)
+        self.resident: dict[Prefix, int] = {}
+        self.pinned: dict[Prefix, int] = {}
+        self.free = list(self.table.grow(self.num_blocks))
         self.last = RequestChain()
         self.step = 0
 
@@ -52,7 +53,7 @@ class PolicyMachine(RuleBasedStateMachine):
             absent = [prefix for prefix in wanted if prefix not in self.resident]
             for prefix in wanted:
                 if prefix in self.resident:
-                    self.resident[prefix].step = self.step
+                    self.table.step[self.resident[prefix]] = self.step
             if len(absent) > len(self.free) and not self._make_room(len(absent) - len(self.free), chain):
                 return
             new = [self._allocate(prefix) for prefix in absent]
@@ -60,7 +61,7 @@ class PolicyMachine(RuleBasedStateMachine):
             if len(absent) < len(wanted):
                 self.policy.use([self.resident[prefix] for prefix in wanted], chain)
             else:
-                chain.extend(new)
+                chain.extend(new, self.table)
             self.policy.add(new)
 
     @rule(count=counts, is_spared=st.booleans())
@@ -71,8 +72,8 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule()
     def use_again(self) -> None:
-        blocks = sorted((b for b in self.resident.values() if b.chain is self.last), key=lambda b: b.position)
-        self.policy.use(blocks, self.last)
+        rows = [row for row in self.resident.values() if self.table.chain[row] is self.last]
+        self.policy.use(sorted(rows, key=self.table.position.__getitem__), self.last)
 
     @precondition(lambda self: self.has_pins)
     @rule(picks=picks)
@@ -80,11 +81,13 @@ class PolicyMachine(RuleBasedStateMachine):
         chosen = self._pick(picks, [prefix for prefix in self.resident if prefix not in self.pinned])
         self.policy.remove([self.resident[prefix] for prefix in chosen])
         self.pinned.update((prefix, self.resident[prefix]) for prefix in chosen)
+        for prefix in chosen:
+            self.table.ref_cnt[self.resident[prefix]] = 1
 
     @precondition(lambda self: self.pinned)
     @rule(picks=picks)
     def unpin(self, picks: list[int]) -> None:
-        self.policy.add([self.pinned.pop(prefix) for prefix in self._pick(picks, list(self.pinned))])
+        self._unpin(self._pick(picks, list(self.pinned)))
 
     @precondition(lambda self: self.has_pins)
     @rule(picks=picks, count=counts)
@@ -93,15 +96,15 @@ class PolicyMachine(RuleBasedStateMachine):
         for tail in self._pick(picks, list(self.resident)):
             for prefix in self.resident:
                 if prefix == tail[: len(prefix)]:
-                    self.resident[prefix].step = self.step
+                    self.table.step[self.resident[prefix]] = self.step
         self._evict(count, None)
 
     @precondition(lambda self: self.has_pins)
     @rule()
     def reset(self) -> None:
         """Everything is forgotten, but for what is pinned; a policy does not learn of that."""
-        ready = {prefix: block for prefix, block in self.resident.items() if prefix not in self.pinned}
-        self.policy.remove(ready.values())
+        ready = {prefix: row for prefix, row in self.resident.items() if prefix not in self.pinned}
+        self.policy.remove(list(ready.values()))
         for prefix in ready:
             self._free(prefix)
 
@@ -111,8 +114,7 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policy.end_step()
 
     def teardown(self) -> None:
-        self.policy.add(self.pinned.values())
-        self.pinned.clear()
+        self._unpin(list(self.pinned))
         self.step += 1
         self.policy.end_step()
         self._evict(len(self.resident), None)
@@ -123,10 +125,10 @@ class PolicyMachine(RuleBasedStateMachine):
         return self._evict(count, chain) or self._evict(count, None)
 
     def _evict(self, count: int, spare: RequestChain | None) -> bool:
-        held = {prefix: block for prefix, block in self.resident.items() if prefix not in self.pinned}
+        held = {prefix: row for prefix, row in self.resident.items() if prefix not in self.pinned}
         assert len(self.policy) == len(held)
-        may_go = {prefix for prefix, block in held.items() if block.step != self.step}
-        others = {prefix for prefix in may_go if held[prefix].chain is not spare}
+        may_go = {prefix for prefix, row in held.items() if self.table.step[row] != self.step}
+        others = {prefix for prefix in may_go if self.table.chain[held[prefix]] is not spare}
         if self.policy_name != "density":  # which keeps a request's own blocks only while it has stored none
             may_go = others
         victims = self.policy.evict(count, self.step, spare)
@@ -134,7 +136,7 @@ class PolicyMachine(RuleBasedStateMachine):
         if victims is None:
             assert len(self.policy) == len(held), "a refused eviction changes nothing"
             return False
-        gone = {_prefix(block) for block in victims}
+        gone = {tuple(self.table.key[row]) for row in victims}
         assert len(victims) == len(gone) == count
         assert gone <= may_go
         if not self.has_pins:
@@ -144,22 +146,24 @@ class PolicyMachine(RuleBasedStateMachine):
             self._free(prefix)
         return True
 
-    def _allocate(self, prefix: Prefix) -> CPUBlock:
-        block = self.resident[prefix] = self.free.pop()
-        block.key = OffloadKey(bytes(prefix))
-        return block
+    def _unpin(self, prefixes: list[Prefix]) -> None:
+        rows = [self.pinned.pop(prefix) for prefix in prefixes]
+        for row in rows:
+            self.table.ref_cnt[row] = 0
+        self.policy.add(rows)
+
+    def _allocate(self, prefix: Prefix) -> int:
+        row = self.resident[prefix] = self.free.pop()
+        self.table.key[row], self.table.ref_cnt[row] = OffloadKey(bytes(prefix)), 0
+        return row
 
     def _free(self, prefix: Prefix) -> None:
-        block = self.resident.pop(prefix)
-        block.key, block.chain, block.step, block.is_frequent = OffloadKey(b""), None, -1, False
-        self.free.append(block)
+        row, table = self.resident.pop(prefix), self.table
+        table.key[row], table.chain[row], table.step[row], table.ref_cnt[row] = NO_KEY, None, -1, -1
+        self.free.append(row)
 
     def _pick(self, picks: list[int], prefixes: list[Prefix]) -> list[Prefix]:
         return list(dict.fromkeys(prefixes[pick % len(prefixes)] for pick in picks)) if prefixes else []
-
-
-def _prefix(block: CPUBlock) -> Prefix:
-    return tuple(block.key)
 
 
 @pytest.mark.parametrize("has_pins", [False, True], ids=["plain", "pins"])

@@ -148,4 +148,5 @@ def test_a_tier_gets_the_blocks_of_all_groups_in_the_order_of_the_prefix() -> No
     assert output is not None
     assert output.keys_to_store == [key_of(block) for block in blocks], "the engine's order"
     written = manager.primary.written_by("one", set(output.keys_to_store))
-    assert [len(get_offload_block_hash(block.key)) for block in written] == [1, 1, 2, 2, 3, 3]
+    stored = [manager.primary.table.key[row] for row in written]
+    assert [len(get_offload_block_hash(key)) for key in stored] == [1, 1, 2, 2, 3, 3]

@@ -89,7 +89,7 @@ def test_a_read_of_a_secondary_tier_is_no_use(policy: str) -> None:
         for end in serve(manager, (number, LENGTH), str(number)):
             end()
     expected = [key for number in range(PROMPTS) for key in reversed(prompt(number))]
-    cascaded = [manager.primary.blocks[key] for key in prompt(0)]
+    cascaded = manager.primary.ready(prompt(0))
     manager.primary.pin(cascaded)
     manager.primary.unpin(cascaded)
     assert evictions(manager) == expected

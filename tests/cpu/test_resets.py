@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.cpu.backend import CPUBackend, CPUBlock
+from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.orphans import SWEEP_BLOCKS
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy
 from tiered_kv.cpu.policies.recency import LRUPolicy
@@ -65,11 +65,11 @@ def test_a_reset_frees_few_rows_and_the_steps_after_it_the_others(
     keys = keys_of(ROWS)
     assert store(manager, keys) == ROWS
     freed: list[int] = []
-    free_all = manager.primary.backend.free_all
+    free_rows = manager.primary.backend.free_rows
 
-    def count(blocks: list[CPUBlock]) -> None:
-        freed.append(len(blocks))
-        free_all(blocks)
+    def count(rows: list[int]) -> None:
+        freed.append(len(rows))
+        free_rows(rows)
 
     monkeypatch.setattr(manager.primary.orphans, "_free", count)
     manager.reset_cache()

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from tests.performance.bench import command_line
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.cpu.backend import CPUBackend, CPUBlock, RequestChain
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.policies import RequestChain, RowTable
 from tiered_kv.cpu.policies.recency import ARCPolicy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.cpu.rows import PrimaryRows
@@ -145,20 +146,21 @@ class S3FIFOPolicy(ARCPolicy):
     last, so it moves at once; the paper reinserts it when it would be evicted.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self._recent_target = S3FIFO_SMALL_SHARE * num_blocks
+    def __init__(self, table: RowTable) -> None:
+        super().__init__(table)
+        self._recent_target = S3FIFO_SMALL_SHARE * self.num_blocks
         # One list for both queues: a returning block must not be evicted after the head of its prefix.
         self._frequent_ghosts = self._recent_ghosts
 
-    def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+    def admit(self, rows: Sequence[int], chain: RequestChain) -> None:
         chain.refresh()
-        for block in blocks:
-            block.is_frequent = self._recent_ghosts.pop(block.key, self) is None
+        self._is_frequent += bytes(len(self.table) - len(self._is_frequent))
+        for row in rows:
+            self._is_frequent[row] = self._recent_ghosts.discard(self.table.key[row])
 
     def _trim_ghosts(self) -> None:
         while len(self._recent_ghosts) > (1 - S3FIFO_SMALL_SHARE) * self.num_blocks:
-            self._recent_ghosts.popitem(last=False)
+            self._recent_ghosts.pop()
 
 
 # Workloads. Each is a function of a seed: equal in every run.

@@ -15,7 +15,7 @@ from tests.support.faulty import Gate, HeldJobsTier
 from tests.support.host_server import BLOCK_BYTES, Engine, keys_of, server_process, serving, stack_of
 from tests.support.stacks import Register
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock, RequestChain
+from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.errors import TieredKVError
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink
@@ -109,13 +109,12 @@ def test_an_engine_is_told_of_blocks_that_it_waits_for_after_others_have_come() 
     session.channel = told  # type: ignore[assignment]
     host.sessions["an engine"] = session
 
-    def write(keys: list[OffloadKey]) -> list[CPUBlock]:
+    def write(keys: list[OffloadKey]) -> list[int]:
         chain = RequestChain()
-        blocks = primary.allocate(keys, "another", chain, [])
-        assert blocks is not None
-        for block in blocks:
-            block.chain = chain
-        return blocks
+        rows = primary.allocate(keys, "another", chain, [])
+        assert rows is not None
+        chain.extend(rows, primary.table)
+        return rows
 
     def ask(keys: list[OffloadKey]) -> None:
         session.handle(Message(protocol.ACQUIRE, 0, len(keys), 1, memoryview(b"".join(keys))))
@@ -124,14 +123,14 @@ def test_an_engine_is_told_of_blocks_that_it_waits_for_after_others_have_come() 
     first = write(KEYS[:2])
     session.handle(Message(protocol.BEGIN, 0, 0, 1, memoryview(protocol.BEGUN.pack(0, 1) + b"r")))
     ask(KEYS[:2])
-    primary.commit(first)
+    primary.commit(first, KEYS[:2])
     session.changed[1] = session.requests[1]
     host.step(lambda _, error: pytest.fail(str(error)))
     second = write(KEYS[2:4])
     told.answers.clear()
     ask(KEYS[2:4])
     assert told.answers  # else the engine takes the server for silent
-    primary.commit(second)
+    primary.commit(second, KEYS[2:4])
     session.channel = None
     host.close(1.0)
 

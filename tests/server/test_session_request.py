@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.host_server import keys_of
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.key_index import KeyIndex
 from tiered_kv.server.session_request import RUN_MIN, RowIndex
 
 KEYS = keys_of(100)
@@ -21,11 +21,13 @@ class Rows:
     """An index of `ROWS`, the blocks that are there, and their generations."""
 
     def __init__(self) -> None:
-        self.blocks = {key: CPUBlock(row) for key, row in zip(KEYS, ROWS, strict=True)}
-        for block in self.blocks.values():
-            block.ref_cnt = 0
+        self.ready = KeyIndex()
+        self.ready.add(KEYS, ROWS)
         self.generations = memoryview(array("I", bytes(4 * 200)))
-        self.index = RowIndex(self.blocks, self.generations)
+        self.index = RowIndex(self.ready, self.generations)
+
+    def of(self, keys: Sequence[OffloadKey]) -> list[int]:
+        return [row for row in self.ready.get_many(keys) if row is not None]
 
     def find(self, keys: Sequence[OffloadKey]) -> list[int]:
         return self.find_all([(b"".join(keys), len(keys))])
@@ -60,26 +62,23 @@ def test_a_prefix_that_goes_on_elsewhere_is_found_if_its_runs_are_long(rows: Row
 
 def test_a_row_that_was_freed_is_not_found_though_its_key_is_stored_again(rows: Rows) -> None:
     rows.generations[ROWS[30]] += 1
-    rows.blocks[KEYS[30]] = CPUBlock(199)
-    rows.blocks[KEYS[30]].ref_cnt = 0
+    rows.ready.add(KEYS[30:31], [199])
     assert rows.find(KEYS) == ROWS[:30]
 
 
 def test_a_block_that_is_being_written_is_not_found(rows: Rows) -> None:
-    rows.blocks[KEYS[0]].ref_cnt = -1
+    rows.ready.remove(KEYS[:1])
     assert rows.find(KEYS) == []
 
 
 def test_after_a_reset_no_row_is_found(rows: Rows) -> None:
     rows.generations[:] = memoryview(array("I", [each + 1 for each in rows.generations]))
-    rows.index.forget({key: rows.blocks[key] for key in KEYS})
     assert rows.find(KEYS) == []
 
 
 def test_keys_of_another_length_are_not_found(rows: Rows) -> None:
     odd = OffloadKey(KEYS[0] + b"x"), OffloadKey(KEYS[1][1:])
-    for key, row in zip(odd, (198, 199), strict=True):
-        rows.blocks[key] = CPUBlock(row)
+    rows.ready.add(odd, (198, 199))
     rows.index.note(odd, [198, 199])
     assert rows.find(odd[:1]) == []
     assert rows.find_all([(b"".join(KEYS), 2 * len(KEYS))]) == []
@@ -91,16 +90,15 @@ def test_what_is_found_after_many_prefixes_is_true(rows: Rows) -> None:
     for _ in range(200):
         head, tail = sorted(chosen.sample(range(len(KEYS)), 2))
         prefix = [*KEYS[:head], *KEYS[tail:]]
-        rows.index.note(prefix, [rows.blocks[key].block_id for key in prefix])
+        rows.index.note(prefix, rows.of(prefix))
         for key in chosen.sample(KEYS, 3):
-            rows.generations[rows.blocks[key].block_id] += 1
-            unused = set(range(200)).difference(block.block_id for block in rows.blocks.values())
-            rows.blocks[key] = CPUBlock(chosen.choice(sorted(unused)))
-            rows.blocks[key].ref_cnt = 0
+            rows.generations[rows.of([key])[0]] += 1
+            unused = set(range(200)).difference(row for _, row in rows.ready.items())
+            rows.ready.add([key], [chosen.choice(sorted(unused))])
         found = rows.find(prefix)
-        assert found == [rows.blocks[key].block_id for key in prefix[: len(found)]]
-    rows.index.note(KEYS, [rows.blocks[key].block_id for key in KEYS])
-    assert rows.find(KEYS[3:]) == [rows.blocks[key].block_id for key in KEYS[3:]]
+        assert found == rows.of(prefix[: len(found)])
+    rows.index.note(KEYS, rows.of(KEYS))
+    assert rows.find(KEYS[3:]) == rows.of(KEYS[3:])
 
 
 def test_no_row_is_found_before_one_is_noted() -> None:

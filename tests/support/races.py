@@ -18,7 +18,7 @@ import numpy as np
 from tests.support.stacks import block_hashes
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.stack_config import load_config
-from tiered_kv.cpu.backend import CPUBackend, CPUBlock
+from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
 from tiered_kv.stack.buffers import Blocks
@@ -209,19 +209,19 @@ class GuardedBackend(CPUBackend):
         self._rows = region.array  # also when the region is closed: late workers may still write
         self._rows[:] = self._free_row
 
-    def allocate_blocks(self, block_hashes: Sequence[OffloadKey]) -> list[CPUBlock]:
-        blocks = super().allocate_blocks(block_hashes)
-        self._check([block.block_id for block in blocks])
-        return blocks
+    def allocate(self, keys: Sequence[OffloadKey]) -> list[int]:
+        rows = super().allocate(keys)
+        self._check(rows)
+        return rows
 
-    def free_all(self, blocks: Collection[CPUBlock]) -> None:
-        super().free_all(blocks)
-        for block in blocks:
-            self._rows[block.block_id] = self._free_row
+    def free_rows(self, rows: Collection[int]) -> None:
+        super().free_rows(rows)
+        for row in rows:
+            self._rows[row] = self._free_row
 
     def check(self) -> None:
         """Check every block that is free now, or was when the stack was closed."""
-        self._check([*(block.block_id for block in self._free), *range(len(self.made), self.num_blocks)])
+        self._check([*self._free, *range(len(self.table), self.num_blocks)])
 
     def _check(self, rows: Sequence[int]) -> None:
         if not rows or len(self.violations) >= _PROBLEMS_SHOWN:

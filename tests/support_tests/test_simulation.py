@@ -124,10 +124,10 @@ def finish_early(
 
 
 def release_at_once(promotions: Promotions, job: SubmittedJob) -> None:
-    for block in job.blocks:
-        promotions._drop(block, Reason.FAILED)
-        promotions._rows.forget(block)
-        promotions._rows.backend.free(block)
+    for key, row in zip(job.metadata.keys, job.rows, strict=True):
+        promotions._drop(key, row, Reason.FAILED)
+        promotions._rows.forget(row)
+        promotions._rows.release([row])
 
 
 def end_of_any(queue: PartQueue, part: Part, end: Callable[..., object] = PartQueue.end) -> bool:

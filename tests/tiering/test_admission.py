@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tiered_kv.base import make_offload_key
-from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.tiering.admission import Admission
+from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.tiering.admission import Admission, Offer
 
 
 def test_admission_counts_offers_and_starts_over_once_admitted() -> None:
@@ -18,12 +17,15 @@ def test_admission_counts_offers_and_starts_over_once_admitted() -> None:
 
 
 def test_an_offer_that_finds_no_room_does_not_count() -> None:
-    admission, blocks = Admission(admit_after=2), [CPUBlock(row) for row in range(4)]
-    for block in blocks:
-        block.key = make_offload_key(b"%d" % block.block_id, 0)
-    assert admission.select(blocks, 4, "first") == ([], blocks, [])
-    assert admission.select(blocks, 2, "second") == (blocks[:2], [], blocks[2:])
-    assert admission.select(blocks[2:], 2, "third") == (blocks[2:], [], [])
+    admission, keys = Admission(admit_after=2), [make_offload_key(b"%d" % row, 0) for row in range(4)]
+
+    def select(first: int, room: int, req_id: str) -> tuple[list[OffloadKey], list[int], int, list[OffloadKey]]:
+        stored, refused, late = admission.select(Offer(keys[first:], list(range(first, 4))), room, req_id)
+        return stored.keys, stored.rows, len(refused), list(late)
+
+    assert select(0, 4, "first") == ([], [], 4, [])
+    assert select(0, 2, "second") == (keys[:2], [0, 1], 0, keys[2:])
+    assert select(2, 2, "third") == (keys[2:], [2, 3], 0, [])
 
 
 def test_admission_remembers_two_generations_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

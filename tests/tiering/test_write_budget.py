@@ -15,11 +15,11 @@ from tests.support.stacks import stack_of
 from tests.tiering.conftest import BLOCK_BYTES, LARGE_BUDGETS, MakeBench, keys
 from tiered_kv.base import make_offload_key
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.tiering import write_budget
+from tiered_kv.tiering.admission import Offer
 from tiered_kv.tiering.write_budget import WINDOW_MINUTES, WriteBudget
 
 HOUR_S = 3600.0
@@ -33,14 +33,11 @@ class Clock:
         return self.now_s
 
 
-def blocks(request: str, count: int, first: int = 0) -> list[CPUBlock]:
+def blocks(request: str, count: int, first: int = 0) -> Offer:
     """Return blocks of a request from the position `first` on; requests of one name share them."""
-    made = []
-    for position in range(first, first + count):
-        block = CPUBlock(position)
-        block.key, block.position = make_offload_key(f"{request}/{position}".encode(), 0), position
-        made.append(block)
-    return made
+    positions = list(range(first, first + count))
+    keys = [make_offload_key(f"{request}/{position}".encode(), 0) for position in positions]
+    return Offer(keys, positions, int)  # the block of a position is in the row of that number
 
 
 def budget_of(hour_blocks: int, clock: Clock) -> WriteBudget:
@@ -89,8 +86,8 @@ def test_a_request_is_stored_without_a_hole() -> None:
     clock = Clock()
     budget = budget_of(WINDOW_MINUTES * 10, clock)
     selection = budget.select(blocks("a", 8), 6, "a")
-    assert [block.position for block in selection.stored] == [0, 1, 2, 3, 4, 5]
-    assert [block.position for block in selection.late] == [6, 7], "there is no room in flight"
+    assert selection.stored.rows == [0, 1, 2, 3, 4, 5]
+    assert list(selection.late) == blocks("a", 8).keys[6:], "there is no room in flight"
     assert len(budget.select(blocks("b", 8), 100, "b").stored) == 4
     clock.now_s += HOUR_S
     assert not budget.select(blocks("b", 8, first=8), 100, "b").stored, "behind what was refused"

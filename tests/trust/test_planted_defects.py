@@ -70,7 +70,7 @@ def test_a_store_s_blocks_released_before_its_worker_has_ended_are_found_by_late
     ended = Cascade.ended
 
     def release_at_once(cascade: Cascade, job: SubmittedJob) -> None:
-        cascade._rows.unpin(job.blocks)
+        cascade._rows.unpin(job.rows)
 
     def ignore_expired(cascade: Cascade, job: SubmittedJob, result: JobResult) -> None:
         if not job.is_expired:

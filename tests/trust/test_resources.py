@@ -315,7 +315,7 @@ class ServerSubject:
             if not has_stored or self._count < COUNT:
                 return False
         region, backend = self._host.region, self._host.manager.primary.backend
-        assert len(backend.made) <= self._allocated_rows, "a row without memory was handed out"
+        assert len(backend.table) <= self._allocated_rows, "a row without memory was handed out"
         assert os.fstat(region.fd).st_blocks * 512 >= region.ready_rows * BLOCK_BYTES
         return True
 

@@ -94,12 +94,12 @@ class Failing(CachePolicy):
     def __len__(self) -> int:
         return 0
 
-    def add(self, blocks: object) -> None:
+    def add(self, rows: object) -> None:
         pass
 
     remove = add
 
-    def use(self, blocks: object, chain: object) -> None:
+    def use(self, rows: object, chain: object) -> None:
         pass
 
     def evict(self, count: int, step: int, spare: object = None) -> None:

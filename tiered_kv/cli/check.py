@@ -34,7 +34,7 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import PRIMARY_BLOCKS_MIN, StackConfig
 from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import line_of
-from tiered_kv.cpu.policies import make_policy
+from tiered_kv.cpu.policies import RowTable, make_policy
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ConfigError, MissingExtraError
 from tiered_kv.stack.open import needs_of, open_publisher, open_region, open_server, open_tier, shut_down
@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> Status:
 
 
 def _check_offline(config: StackConfig) -> StackCheck:
-    error = _error_of(lambda: make_policy(config.primary.policy, PRIMARY_BLOCKS_MIN), config)
+    error = _error_of(lambda: make_policy(config.primary.policy, RowTable(PRIMARY_BLOCKS_MIN)), config)
     tiers = [TierCheck("cpu", "cpu", not error, error)]
     for settings in config.secondary:
         error = ""
@@ -240,7 +240,7 @@ def _check_primary(config: StackConfig, needs: list[Need]) -> tuple[TierCheck, P
     settings = config.primary
     try:
         refuse(needs)
-        make_policy(settings.policy, config.primary_blocks)
+        make_policy(settings.policy, RowTable(config.primary_blocks))
         region = open_region(config)
     except Exception as error:  # a third-party policy may raise anything
         reason = error_text(error, config.secret_texts())

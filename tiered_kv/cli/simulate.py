@@ -29,7 +29,7 @@ from tiered_kv.cli.stacks import stack_with_blocks
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.stack_config import PRIMARY_BLOCKS_MIN, StackConfig
 from tiered_kv.config.units import parse_bytes, rounded_bytes
-from tiered_kv.cpu.policies import BUILT_IN_POLICIES, make_policy
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES, RowTable, make_policy
 from tiered_kv.errors import ConfigError
 from tiered_kv.workload.hit_rates import HostRates, default_sizes, hit_curve, hit_rate, host_rates
 from tiered_kv.workload.request import Request, block_tokens
@@ -271,7 +271,8 @@ def _policies(text: str | None) -> list[str]:
         raise ConfigError(f"expected names of policies, such as lru,arc, found {text!r}", location="--policy")
     for name in names:
         try:
-            make_policy(name, PRIMARY_BLOCKS_MIN)  # an unknown name is an error before the simulation, not after it
+            # An unknown name is an error before the simulation, not after it.
+            make_policy(name, RowTable(PRIMARY_BLOCKS_MIN))
         except ConfigError as error:
             raise ConfigError(error.message, location="--policy") from error
     return names

@@ -1,4 +1,4 @@
-"""Blocks from before a reset: their keys are forgotten, and their rows become free in later steps.
+"""Rows from before a reset: their keys are forgotten, and they become free in later steps.
 
 `PrimaryRows` makes one object, and calls it on the manager's thread. A reset takes as long with a million
 rows as with ten: it hands over the index as it is, and `sweep` frees the rows later. A row that is needed sooner is
@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection
 from typing import Any, Final, Protocol
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.key_index import KeyIndex
+from tiered_kv.cpu.row_table import RowTable
 
 SWEEP_BLOCKS: Final = 512
 """Blocks of one sweep, which takes half a millisecond."""
@@ -29,25 +30,27 @@ class RowsOwner(Protocol):
 
 
 class Orphans:
-    """The blocks from before resets.
+    """The rows from before resets.
 
-    A block in use stays until its transfer ends. The call that ends the transfer names only the key, and must find this
-    block. Until then its key cannot be stored again. The rows of all other blocks become free when they are swept.
+    A row in use stays until its transfer ends. The call that ends the transfer names only the key, and must find this
+    row. Until then its key cannot be stored again. All other rows become free when they are swept.
 
     Args:
-        free: Frees the rows of blocks.
+        table: The state of the rows.
+        free: Frees rows.
 
     Attributes:
-        exist: Whether there are blocks from before a reset; hot paths read it.
+        exist: Whether there are rows from before a reset; hot paths read it.
         unswept: The indexes that sweeps have not emptied yet, the oldest first.
         owner: Gets the keys that a sweep has taken; optional.
     """
 
-    def __init__(self, free: Callable[[Collection[CPUBlock]], None]) -> None:
+    def __init__(self, table: RowTable, free: Callable[[Collection[int]], None]) -> None:
+        self._table = table
         self._free = free
-        self._in_use: dict[OffloadKey, CPUBlock] = {}  # swept blocks that a transfer still uses
-        self.unswept: deque[dict[OffloadKey, CPUBlock]] = deque()
-        self._remains: deque[dict[Any, Any]] = deque()  # dictionaries of policies, which are dropped in parts
+        self._in_use: dict[OffloadKey, int] = {}  # swept rows that a transfer still uses
+        self.unswept: deque[KeyIndex] = deque()
+        self._remains: deque[Any] = deque()  # Any: dictionaries and lists of policies, which are dropped in parts
         self.exist = False
         self.owner: RowsOwner | None = None
 
@@ -56,51 +59,54 @@ class Orphans:
 
     @property
     def are_in_use(self) -> bool:
-        """Whether a transfer uses a block from before a reset."""
-        return bool(self._in_use) or any(block.ref_cnt for index in self.unswept for block in index.values())
+        """Whether a transfer uses a row from before a reset."""
+        ref_cnt = self._table.ref_cnt
+        return bool(self._in_use) or any(ref_cnt[row] for index in self.unswept for _, row in index.items())
 
-    def get(self, key: OffloadKey) -> CPUBlock | None:
-        """Return the block of this key that a transfer uses; None without one."""
-        block = self._in_use.get(key)
-        if block is None:
+    def get(self, key: OffloadKey) -> int | None:
+        """Return the row of this key that a transfer uses; None without one."""
+        row = self._in_use.get(key)
+        if row is None:
+            ref_cnt = self._table.ref_cnt
             found = (index.get(key) for index in self.unswept)
-            block = next((each for each in found if each is not None and each.ref_cnt), None)
-        return block
+            row = next((each for each in found if each is not None and ref_cnt[each]), None)
+        return row
 
-    def owns(self, block: CPUBlock) -> bool:
-        """Return whether a block is from before a reset."""
-        key = block.key
-        return self._in_use.get(key) is block or any(index.get(key) is block for index in self.unswept)
+    def owns(self, row: int) -> bool:
+        """Return whether a row that is not free is from before a reset."""
+        key = self._table.key[row]
+        return self._in_use.get(key) == row or any(index.get(key) == row for index in self.unswept)
 
-    def add(self, index: dict[OffloadKey, CPUBlock], remains: dict[Any, Any]) -> None:
-        """Take over the index of a primary tier at a reset, and its policy's dictionary; nobody else uses them."""
-        if index:
-            self.unswept.append(index)
-            self.exist = True
-        if remains:
-            self._remains.append(remains)
+    def add(self, index: KeyIndex, remains: list[Any]) -> None:
+        """Take over the index of a primary tier at a reset, and its policy's lists; nobody else uses them."""
+        self.unswept.append(index)
+        self.exist = True
+        self._remains.extend(remains)
 
-    def remove(self, block: CPUBlock) -> bool:
-        """Remove a block, which the caller then frees; return whether it was here."""
-        for index in (self._in_use, *self.unswept):
-            if index.get(block.key) is block:
-                del index[block.key]
-                self._note()
-                return True
-        return False
+    def remove(self, row: int) -> bool:
+        """Remove a row, which the caller then frees; return whether it was here."""
+        key = self._table.key[row]
+        if self._in_use.get(key) == row:
+            del self._in_use[key]
+        else:
+            index = next((each for each in self.unswept if each.get(key) == row), None)
+            if index is None:
+                return False
+            index.remove((key,))
+        self._note()
+        return True
 
     def sweep(self, count: int = SWEEP_BLOCKS) -> int:
-        """Take the next `count` blocks, and free those that are unused; return how many rows became free."""
-        freed = 0
+        """Take the next `count` rows, and free those that are unused; return how many became free."""
+        freed, ref_cnt = 0, self._table.ref_cnt
         while count > 0 and self.unswept:
-            index = self.unswept[0]
-            swept = [index.popitem() for _ in range(min(count, len(index)))]
-            count -= len(swept)
-            if not index:
+            swept = self.unswept[0].take(count)
+            if len(swept) < count:
                 self.unswept.popleft()
+            count -= len(swept)
             self._drop(len(swept))
-            self._in_use.update(each for each in swept if each[1].ref_cnt)
-            unused = [block for _, block in swept if not block.ref_cnt]
+            self._in_use.update(each for each in swept if ref_cnt[each[1]])
+            unused = [row for _, row in swept if not ref_cnt[row]]
             self._free(unused)
             freed += len(unused)
             if self.owner is not None:
@@ -114,10 +120,15 @@ class Orphans:
             rows -= self.sweep(max(rows, SWEEP_BLOCKS))
 
     def _drop(self, count: int) -> None:
-        """Drop the policies' dictionaries in parts: dropping all at once takes 20 ms for a million blocks."""
+        """Drop what policies kept in parts: to drop all at once takes 20 ms for a million blocks."""
         while count > 0 and self._remains:
-            if self._remains[0]:
-                count -= 1 + len(self._remains[0].popitem()[1])
+            part = self._remains[0]
+            if isinstance(part, dict) and part:
+                part.popitem()
+                count -= 1
+            elif isinstance(part, list) and part:
+                del part[-count:]
+                count -= 1
             else:
                 self._remains.popleft()
         if not self.unswept:

@@ -1,4 +1,4 @@
-"""The primary tier's rows: the block of each key, its pins, and evictions.
+"""The primary tier's rows: the row of each key, its pins, and evictions.
 
 `TieringOffloadingManager` (`tiered_kv/tiering/manager.py`) and its parts call this, on the scheduler's thread. What
 must stay true: only a block that is ready and without pins is evicted, and a row is free only once no transfer uses it.
@@ -8,15 +8,19 @@ It does not know requests: the writer of a block, and the order in which a reque
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
-from tiered_kv.cpu.backend import PROMOTION, CPUBackend, CPUBlock, RequestChain
+from tiered_kv.cpu.backend import CPUBackend, CPUBlock
+from tiered_kv.cpu.chain import RequestChain
+from tiered_kv.cpu.key_index import KeyIndex
 from tiered_kv.cpu.orphans import Orphans, RowsOwner
 from tiered_kv.cpu.policies import CachePolicy, make_policy
 from tiered_kv.cpu.policies.checked import checked_policy
 
+PROMOTION: Final = "\0promotion"
+"""The writer of a block that is loaded from a secondary tier; no request has this id."""
 EVENTS_MAX = 1 << 16
 """Limit of events that wait for `take_events`; beyond it the oldest are lost."""
 PROMOTION_ROWS_MAX = 8
@@ -25,34 +29,44 @@ _ROWS_SHARE = 512
 """For a promotion, at most one row in so many of the primary tier is evicted together."""
 _GRANTED = OffloadKey(b"\0granted")
 """Stands for the key of a row that was granted without one."""
-_position_of = attrgetter("position")
 
 
 class PrimaryRows:
-    """The blocks of one `CPUBackend`, by key.
+    """The rows of one `CPUBackend`, by key.
 
-    A block is absent, writing (`ref_cnt` -1), ready (0) or pinned (> 0, once for each transfer that reads it). The
-    policy contains the ready blocks only, so only they can be evicted. All methods belong to the manager's thread.
+    A block is absent, being written, ready or pinned (once for each transfer that reads it). The policy contains the
+    ready blocks only, so only they can be evicted. All methods belong to the manager's thread, and name a row by its
+    number.
 
-    The life of a block: `allocate` takes a row, in state writing. `commit` makes it ready, or `abandon` frees it. `pin`
+    The life of a block: `allocate` takes a row, which is written. `commit` makes it ready, or `abandon` frees it. `pin`
     and `unpin` enclose each transfer that reads it. At last `allocate` evicts it for others, or `reset` forgets it.
 
     Args:
-        backend: Allocates the blocks.
-        policy: A name for `make_policy`, or a policy for `backend.num_blocks` blocks.
+        backend: Allocates the rows.
+        policy: A name for `make_policy`, or a policy over `backend.table`.
         enable_events: Whether `take_events` reports stored and removed blocks.
+
+    Attributes:
+        table: The state of each row.
+        index: The rows of ready and pinned blocks.
+        writing: The rows of blocks that are being written, which are few.
     """
 
-    __slots__ = ("__dict__", "blocks", "step")  # hot path: each lookup reads them
+    __slots__ = ("__dict__", "index", "step", "table", "writing")  # hot path: each lookup reads them
 
     def __init__(self, backend: CPUBackend, policy: str | CachePolicy = "lru", *, enable_events: bool = False) -> None:
         self.backend = backend
-        policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, backend.num_blocks)
-        self.policy = checked_policy(policy, backend.num_blocks)
+        self.table = backend.table
+        policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, self.table)
+        self.policy = checked_policy(policy, self.table)
         self._ends_every_step = self.policy is not policy  # a built-in policy protects blocks only while it evicts
         self._has_evicted = False  # in this step
-        self.blocks: dict[OffloadKey, CPUBlock] = {}
-        """All blocks that are ready, pinned or being written. A reset replaces it."""
+        self.index = KeyIndex()
+        self.writing: dict[OffloadKey, int] = {}
+        self.writers: dict[int, str] = {}
+        """The request that writes each row in state writing, or `PROMOTION`; also of rows from before a reset."""
+        self._loads: dict[int, int] = {}
+        """How many of a row's pins are an engine's loads, for the rows that have some."""
         self.step = 0
         """Number of the scheduler's step. Blocks with this `step` are not evicted before the step ends."""
         self.epoch = 0
@@ -60,8 +74,8 @@ class PrimaryRows:
         self.evicted_blocks = 0  # in all, for `snapshot`
         self._owner: RowsOwner | None = None
         self._rows_ahead = min(PROMOTION_ROWS_MAX, backend.num_blocks // _ROWS_SHARE)
-        self.orphans = Orphans(backend.free_all)
-        """Blocks from before a reset with rows that are not free yet."""
+        self.orphans = Orphans(self.table, self._free)
+        """Rows from before a reset that are not free yet."""
         self._events: deque[OffloadingEvent] | None = deque(maxlen=EVENTS_MAX) if enable_events else None
 
     def tell(self, owner: RowsOwner) -> None:
@@ -70,45 +84,52 @@ class PrimaryRows:
 
     # Which blocks there are.
 
-    def ready(self, keys: Iterable[OffloadKey]) -> list[CPUBlock]:
-        """Return the blocks of `keys` that are ready or pinned, in this order."""
-        found = map(self.blocks.get, keys)
-        return [block for block in found if block is not None and block.ref_cnt >= 0]
+    def __len__(self) -> int:
+        """Return the number of blocks that are ready, pinned or being written. Any thread."""
+        return len(self.index) + len(self.writing)
 
-    def writing(self, keys: Iterable[OffloadKey]) -> list[CPUBlock]:
-        """Return the blocks of `keys` that are being written, in this order."""
-        found = map(self.blocks.get, keys)
-        return [block for block in found if block is not None and block.ref_cnt < 0]
+    def __contains__(self, key: OffloadKey) -> bool:
+        return self.row_of(key) is not None
 
-    def all_ready(self, keys: Collection[OffloadKey]) -> list[CPUBlock]:
-        """Return the ready block of each key.
+    def row_of(self, key: OffloadKey) -> int | None:
+        """Return the row of a block in any state; None if it is absent."""
+        row = self.index.get(key)
+        return self.writing.get(key) if row is None else row
+
+    @property
+    def blocks(self) -> Mapping[OffloadKey, CPUBlock]:
+        """A view of all blocks that are ready, pinned or being written."""
+        return _Blocks(self)
+
+    def ready(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Return the rows of those `keys` that are ready or pinned, in this order."""
+        return [row for row in self.index.get_many(keys) if row is not None]
+
+    def all_ready(self, keys: Collection[OffloadKey]) -> list[int]:
+        """Return the row of each key.
 
         Raises:
             ValueError: A key is not ready.
         """
-        get = self.blocks.get
-        found: list[CPUBlock] = []
-        for key in keys:
-            block = get(key)
-            if block is None or block.ref_cnt < 0:
-                raise ValueError(f"block {key.hex()} is not ready to be loaded; look keys up in the same step")
-            found.append(block)
+        found = self.ready(keys)
+        if len(found) < len(keys):
+            key = next(key for key in keys if self.index.get(key) is None)
+            raise ValueError(f"block {key.hex()} is not ready to be loaded; look keys up in the same step")
         return found
 
-    def find_absent(self, keys: Iterable[OffloadKey]) -> tuple[list[OffloadKey], bool]:
+    def find_absent(self, keys: Collection[OffloadKey]) -> tuple[list[OffloadKey], bool]:
         """Return the keys that can be stored, each once, and whether a block of another key is present.
 
         A present block is not evicted before the step ends, not even to store the tail of its own request.
         """
-        get, step = self.blocks.get, self.step
+        writing, step_of, step = self.writing, self.table.step, self.step
         absent: dict[OffloadKey, None] = {}
         has_present = False
-        for key in keys:
-            block = get(key)
-            if block is None:
+        for key, row in zip(keys, self.index.get_many(keys), strict=True):
+            if row is None and (not writing or (row := writing.get(key)) is None):
                 absent[key] = None
             else:
-                block.step = step
+                step_of[row] = step
                 has_present = True
         if self.orphans.exist:
             absent = dict.fromkeys(key for key in absent if key not in self.orphans)
@@ -126,58 +147,72 @@ class PrimaryRows:
     # Rows for blocks.
 
     def allocate(
-        self, keys: Sequence[OffloadKey], writer: str, chain: RequestChain, evicted: list[OffloadKey]
-    ) -> list[CPUBlock] | None:
-        """Allocate a block in state writing for each of `keys`, which are distinct and absent.
+        self,
+        keys: Sequence[OffloadKey],
+        writer: str,
+        chain: RequestChain,
+        evicted: list[OffloadKey],
+        *,
+        source: int = 0,
+    ) -> list[int] | None:
+        """Allocate a row in state writing for each of `keys`, which are distinct and absent.
 
-        `writer` is the request that will write the blocks, or `PROMOTION`. `chain` belongs to the request that needs
-        them: the policy may spare its blocks while others are left. `evicted` receives evicted keys. Returns the
-        blocks in order, without a chain; or None, with nothing changed, if there is no room.
+        `writer` is the request that will write the blocks, or `PROMOTION`; `source` is the number of the tier that a
+        promotion comes from. `chain` belongs to the request that needs the rows: the policy may spare its blocks while
+        others are left. `evicted` receives evicted keys. Returns the rows in order, without a chain; or None, with
+        nothing changed, if there is no room.
         """
         if not self._make_room(len(keys), chain, evicted, ahead=self._rows_ahead if writer is PROMOTION else 0):
             return None
-        blocks = self.backend.allocate_blocks(keys)
-        for block in blocks:
-            block.writer = writer
-        self.blocks.update(zip(keys, blocks, strict=True))
-        self.policy.admit(chain.in_order(blocks), chain)
-        return blocks
+        rows = self.backend.allocate(keys)
+        self.writing.update(zip(keys, rows, strict=True))
+        self.writers.update(dict.fromkeys(rows, writer))
+        source_of = self.table.source
+        for row in rows:
+            source_of[row] = source
+        self.policy.admit(chain.in_order(rows, self.table), chain)
+        return rows
 
-    def grant(self, count: int) -> list[CPUBlock] | None:
+    def grant(self, count: int) -> list[int] | None:
         """Allocate `count` rows, which get their keys later, by `adopt`; return None if there is no room.
 
-        Until then the rows are in no index. `backend.free` frees them.
+        Until then the rows are in no index. `backend.free_rows` frees them.
         """
         if not self._make_room(count, RequestChain(), []):
             return None
-        return self.backend.allocate_blocks([_GRANTED] * count)
+        return self.backend.allocate([_GRANTED] * count)
 
     def adopt(
-        self, keys: Sequence[OffloadKey], rows: Sequence[CPUBlock], writer: str, chain: RequestChain
-    ) -> list[CPUBlock]:
+        self, keys: Sequence[OffloadKey], rows: Sequence[int], writer: str, chain: RequestChain
+    ) -> tuple[list[OffloadKey], list[int]]:
         """Give granted rows their keys, in state writing; `commit` follows.
 
         Returns:
-            The rows that stay unused, because there is a block of their key.
+            The keys that have got a row; and the rows that stay unused, because there is a block of their key.
         """
-        adopted, unused = [], []
-        for key, block in zip(keys, rows, strict=True):
-            if key in self.blocks or self.is_orphaned(key):
-                unused.append(block)
+        stored, adopted, unused = [], [], []
+        key_of, source_of = self.table.key, self.table.source
+        for key, row in zip(keys, rows, strict=True):
+            if key in self or self.is_orphaned(key):
+                unused.append(row)
                 continue
-            block.key, block.writer = key, writer
-            self.blocks[key] = block
-            adopted.append(block)
-        self.policy.admit(chain.in_order(adopted), chain)
-        chain.extend(adopted)
-        return unused
+            key_of[row], source_of[row] = key, 0
+            self.writing[key], self.writers[row] = row, writer
+            stored.append(key)
+            adopted.append(row)
+        self.policy.admit(chain.in_order(adopted, self.table), chain)
+        chain.extend(adopted, self.table)
+        return stored, unused
 
     def touch(self, keys: Iterable[OffloadKey], chain: RequestChain) -> None:
         """Note that the request of `chain` uses the blocks of `keys`, in any state."""
-        get = self.blocks.get
-        found = [block for block in map(get, dict.fromkeys(keys)) if block is not None]
-        if found:
-            self.policy.use(chain.in_order(found), chain)
+        distinct = dict.fromkeys(keys)
+        found = self.index.get_many(distinct)
+        if self.writing and None in found:
+            get = self.writing.get
+            found = [get(key) if row is None else row for key, row in zip(distinct, found, strict=True)]
+        if rows := [row for row in found if row is not None]:
+            self.policy.use(chain.in_order(rows, self.table), chain)
 
     def _make_room(self, count: int, chain: RequestChain, evicted: list[OffloadKey], *, ahead: int = 0) -> bool:
         missing = count - self.backend.get_num_free_blocks()
@@ -189,10 +224,10 @@ class PrimaryRows:
             victims = self._victims(missing, chain, ahead=ahead)
             if victims is None:
                 return False
-            gone = [block.key for block in victims]
-            for key in gone:
-                del self.blocks[key]
-            self.backend.free_all(victims)
+            key_of = self.table.key
+            gone = [key_of[row] for row in victims]
+            self.index.remove(gone)
+            self.backend.free_rows(victims)
             evicted += gone
             self.evicted_blocks += len(gone)
             if self._owner is not None:
@@ -200,7 +235,7 @@ class PrimaryRows:
             self._note_event(gone, removed=True)
         return True
 
-    def _victims(self, missing: int, chain: RequestChain, ahead: int) -> list[CPUBlock] | None:
+    def _victims(self, missing: int, chain: RequestChain, ahead: int) -> list[int] | None:
         """Evict `ahead` blocks if other requests have so many, else `missing` ones; return them, or None if too few."""
         evict, step, self._has_evicted = self.policy.evict, self.step, True
         if ahead > missing and (victims := evict(ahead, step, chain)):
@@ -210,87 +245,114 @@ class PrimaryRows:
 
     # Writes and pins.
 
-    def written_by(self, writer: str, keys: Iterable[OffloadKey]) -> list[CPUBlock]:
-        """Return the blocks of `keys` that this request was to write; free those that a reset has removed.
+    def written_by(self, writer: str, keys: Iterable[OffloadKey]) -> list[int]:
+        """Return the rows of `keys` that this request was to write; free those that a reset has removed.
 
-        If the engine gives positions, the returned blocks are in the order of the prefix.
+        If the engine gives positions, the returned rows are in the order of the prefix.
         """
-        get = self.blocks.get
+        get, writers = self.writing.get, self.writers
         written = []
         for key in dict.fromkeys(keys):
-            block = get(key)
-            if block is None and self.orphans.exist:
-                block = self.orphans.get(key)
-            if block is None or block.ref_cnt >= 0 or block.writer != writer:
-                continue
-            if self.orphans.exist and self.orphans.remove(block):
-                self.backend.free(block)
-            else:
-                written.append(block)
-        chain = written[0].chain if written else None
+            row = get(key)
+            if row is None:
+                if not self.orphans.exist or (row := self.orphans.get(key)) is None:
+                    continue
+                if writers.get(row) == writer and self.orphans.remove(row):
+                    self._free((row,))
+            elif writers[row] == writer:
+                written.append(row)
+        chain = self.table.chain[written[0]] if written else None
         if chain is not None and chain.step > 1:
-            written.sort(key=_position_of)
+            written.sort(key=self.table.position.__getitem__)
         return written
 
-    def commit(self, blocks: Collection[CPUBlock], pins: int = 0) -> None:
-        """Make written blocks ready, pinned `pins` times. `note_stored` makes the event."""
-        for block in blocks:
-            block.ref_cnt = pins
+    def commit(self, rows: Collection[int], keys: Iterable[OffloadKey], pins: int = 0) -> None:
+        """Make written blocks ready, pinned `pins` times; `keys` are theirs. `note_stored` makes the event."""
+        ref_cnt, writing, writers = self.table.ref_cnt, self.writing, self.writers
+        self.index.add(keys, rows)
+        for row, key in zip(rows, keys, strict=True):
+            ref_cnt[row] = pins
+            del writing[key], writers[row]
         if not pins:
-            self.policy.add(blocks)
+            self.policy.add(rows)
 
     def note_stored(self, keys: list[OffloadKey]) -> None:
         """Make one event for blocks that became ready together. The event keeps the list."""
         self._note_event(keys, removed=False)
 
-    def abandon(self, blocks: Iterable[CPUBlock]) -> None:
-        """Forget, and free, blocks in state writing after a failed transfer."""
-        for block in blocks:
-            self.forget(block)
-            self.backend.free(block)
+    def abandon(self, rows: Collection[int]) -> None:
+        """Forget, and free, rows in state writing after a failed transfer."""
+        for row in rows:
+            self.forget(row)
+        self._free(rows)
 
-    def forget(self, block: CPUBlock) -> None:
-        """Remove a block in state writing from the index; `backend.free` frees its row."""
-        if self.blocks.get(block.key) is block:
-            del self.blocks[block.key]
+    def forget(self, row: int) -> None:
+        """Remove the block of a row in state writing; `release` frees the row."""
+        key = self.table.key[row]
+        if self.writing.get(key) == row:
+            del self.writing[key]
         else:
-            self.orphans.remove(block)
-        block.chain = None
+            self.orphans.remove(row)
+        self.table.chain[row] = None
 
-    def pin(self, blocks: Collection[CPUBlock]) -> None:
+    def release(self, rows: Collection[int]) -> None:
+        """Free rows that were forgotten, once no transfer writes them."""
+        self._free(rows)
+
+    def pin(self, rows: Collection[int]) -> None:
         """Pin ready blocks; one that appears twice is pinned twice."""
-        self.policy.remove([block for block in blocks if block.ref_cnt == 0])
-        for block in blocks:
-            block.ref_cnt += 1
+        ref_cnt = self.table.ref_cnt
+        self.policy.remove([row for row in rows if not ref_cnt[row]])
+        for row in rows:
+            ref_cnt[row] += 1
 
-    def unpin(self, blocks: Iterable[CPUBlock]) -> None:
+    def unpin(self, rows: Iterable[int]) -> None:
         """Remove one pin from each block. Without pins a block becomes evictable, or free if it was forgotten."""
+        ref_cnt, orphans = self.table.ref_cnt, self.orphans
         evictable = []
-        for block in blocks:
-            count = block.ref_cnt = block.ref_cnt - 1
-            assert count >= 0, "unpinned more often than pinned"
-            if not count:
-                if self.orphans.exist and self.orphans.remove(block):
-                    self.backend.free(block)
+        for row in rows:
+            ref_cnt[row] = count = ref_cnt[row] - 1
+            if count <= 0:
+                assert not count, "unpinned more often than pinned"
+                if orphans.exist and orphans.remove(row):
+                    self._free((row,))
                 else:
-                    evictable.append(block)
+                    evictable.append(row)
         if evictable:
             self.policy.add(evictable)
 
-    def lease(self, blocks: list[CPUBlock], chain: RequestChain) -> None:
+    def lease(self, rows: list[int], chain: RequestChain) -> None:
         """Pin distinct ready blocks that the request of `chain` uses, until `unpin`."""
-        self.pin(blocks)
-        self.policy.use(chain.in_order(blocks), chain)
+        self.pin(rows)
+        self.policy.use(chain.in_order(rows, self.table), chain)
+
+    def begin_loads(self, rows: Iterable[int]) -> None:
+        """Note that an engine loads pinned blocks, until `end_loads`."""
+        loads = self._loads
+        for row in rows:
+            loads[row] = loads.get(row, 0) + 1
 
     def end_loads(self, keys: Iterable[OffloadKey]) -> None:
         """End one load of each block of `keys` that an engine loads. The other pins of these blocks stay."""
+        loads, distinct = self._loads, dict.fromkeys(keys)
         loaded = []
-        for key in dict.fromkeys(keys):
-            block = self.blocks.get(key) or self.orphans.get(key)
-            if block is not None and block.loads:
-                block.loads -= 1
-                loaded.append(block)
+        for key, found in zip(distinct, self.index.get_many(distinct), strict=True):
+            row = self.orphans.get(key) if found is None else found
+            count = 0 if row is None else loads.get(row, 0)
+            if row is None or not count:
+                continue
+            if count == 1:
+                del loads[row]
+            else:
+                loads[row] = count - 1
+            loaded.append(row)
         self.unpin(loaded)
+
+    def _free(self, rows: Collection[int]) -> None:
+        if self.writers:
+            for row in rows:
+                self.writers.pop(row, None)
+        self.backend.free_rows(rows)
 
     # Steps, resets and the end.
 
@@ -323,9 +385,13 @@ class PrimaryRows:
         """Forget every key. The rows of running transfers become free when the transfers end, others in later steps."""
         self.epoch += 1
         if self._events is not None and is_reported:  # an engine must learn of each removed block
-            self._note_event([key for key, block in self.blocks.items() if block.ref_cnt >= 0], removed=True)
-        old, self.blocks = self.blocks, {}
-        self.orphans.add(old, self.policy.clear(block for block in old.values() if block.ref_cnt == 0))
+            self._note_event([key for key, _ in self.index.items()], removed=True)
+        old = self.index.take_all()
+        ref_cnt = self.table.ref_cnt
+        remains = self.policy.clear(row for _, row in old.items() if not ref_cnt[row])
+        old.add(self.writing, self.writing.values())
+        self.writing.clear()
+        self.orphans.add(old, remains)
         self.orphans.sweep()
 
     def close(self, *, unmap: bool = True) -> None:
@@ -334,8 +400,9 @@ class PrimaryRows:
         Args:
             unmap: False if a tier may still write into the region.
         """
-        is_in_use = self.orphans.are_in_use or any(block.ref_cnt for block in self.blocks.values())
-        self.blocks.clear()
+        is_in_use = self.orphans.are_in_use or bool(self.writing) or max(self.table.ref_cnt, default=0) > 0
+        self.index.take_all()
+        self.writing.clear()
         if unmap and not is_in_use:
             self.backend.region.close()
         else:
@@ -343,7 +410,7 @@ class PrimaryRows:
 
     def snapshot(self) -> dict[str, int]:
         """Return counters of blocks and bytes. Any thread may call."""
-        blocks, block_bytes = len(self.blocks), self.backend.block_size
+        blocks, block_bytes = len(self), self.backend.block_size
         return {
             "used_blocks": blocks,
             "used_bytes": blocks * block_bytes,
@@ -354,3 +421,26 @@ class PrimaryRows:
     def _note_event(self, keys: list[OffloadKey], removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(OffloadingEvent(keys, self.backend.block_size, self.backend.medium, removed))
+
+
+class _Blocks(Mapping[OffloadKey, CPUBlock]):
+    """The blocks of the primary tier by key, each made when it is asked for."""
+
+    def __init__(self, rows: PrimaryRows) -> None:
+        self._rows = rows
+
+    def __getitem__(self, key: OffloadKey) -> CPUBlock:
+        row = self._rows.row_of(key)
+        if row is None:
+            raise KeyError(key)
+        return CPUBlock(row, self._rows.table)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and OffloadKey(key) in self._rows
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        yield from (key for key, _ in self._rows.index.items())
+        yield from self._rows.writing
+
+    def __len__(self) -> int:
+        return len(self._rows)

@@ -11,17 +11,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.reasons import Reason
+from tiered_kv.tiering.admission import Offer
 from tiered_kv.tiering.base import JobId, JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
 Kind = Literal["contains", "store", "load"]
 Done = Callable[[list[bool]], None]
 """Called with an answer for each key of a task."""
+
+
+class PlacedBlock(NamedTuple):
+    """A block of a task."""
+
+    key: OffloadKey
+    offset: int
+    """Where it begins in the memory, in bytes."""
+    place: int
+    """Its place in the keys of the task."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +42,7 @@ class Task:
     keys: Sequence[OffloadKey]
     on_done: Done
     context: ReqContext
-    blocks: list[CPUBlock] = field(default_factory=list)  # `block_id` is the offset, `position` the place in `keys`
+    blocks: list[PlacedBlock] = field(default_factory=list)
     begin_by_s: float = math.inf
     """Until when blocks wait for a job."""
     repeats: list[tuple[int, int]] = field(default_factory=list)  # (place without a block, place with its answer)
@@ -49,7 +59,7 @@ class Task:
         self.answers = [False] * len(self.keys)
 
 
-_Waiting = deque[tuple[Task, list[CPUBlock]]]
+_Waiting = deque[tuple[Task, list[PlacedBlock]]]
 
 
 class TierQueue:
@@ -64,7 +74,7 @@ class TierQueue:
         self,
         guarded: GuardedTier,
         end: Callable[[Task], None],
-        load_below: Callable[[Task, list[CPUBlock]], None],
+        load_below: Callable[[Task, list[PlacedBlock]], None],
     ) -> None:
         self.guarded = guarded
         self.waiting_blocks = 0
@@ -72,7 +82,7 @@ class TierQueue:
         self._load_below = load_below
         self._loads: _Waiting = deque()
         self._stores: _Waiting = deque()
-        self._in_flight: dict[JobId, Task] = {}
+        self._in_flight: dict[JobId, tuple[Task, list[PlacedBlock]]] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -88,16 +98,16 @@ class TierQueue:
         for result in self.guarded.call("get_finished") or ():
             with suppress(TypeError):  # an id that cannot be hashed
                 self.guarded.jobs.pop(getattr(result, "job_id", None), None)  # type: ignore[arg-type]
-        return [task for job_id, task in self._in_flight.items() if job_id in self.guarded.jobs]
+        return [task for job_id, (task, _) in self._in_flight.items() if job_id in self.guarded.jobs]
 
-    def add(self, task: Task, blocks: list[CPUBlock], *, is_load: bool) -> None:
+    def add(self, task: Task, blocks: list[PlacedBlock], *, is_load: bool) -> None:
         task.open_items += 1
         self.waiting_blocks += len(blocks)
         (self._loads if is_load else self._stores).append((task, blocks))
 
     def reset(self) -> None:
         """Reset the tier. Its tasks are outdated from now on, and their blocks that wait fail."""
-        for task in (*self._in_flight.values(), *(task for task, _ in (*self._loads, *self._stores))):
+        for task, _ in (*self._in_flight.values(), *self._loads, *self._stores):
             task.is_outdated = True
         self.drop_waiting()
         self.guarded.reset_cache()
@@ -111,11 +121,11 @@ class TierQueue:
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
         """Process a job that ended."""
-        task = self._in_flight.pop(job.metadata.job_id)
+        task, blocks = self._in_flight.pop(job.metadata.job_id)
         done = frozenset() if task.is_outdated else job.loaded_keys(result)
-        failed = [block for block in job.blocks if block.key not in done]
-        for block in job.blocks:
-            task.answers[block.position] |= block.key in done
+        failed = [block for block in blocks if block.key not in done]
+        for block in blocks:
+            task.answers[block.place] |= block.key in done
         if failed and job.metadata.is_promotion:
             self._load_below(task, failed)
         self._end(task)
@@ -139,13 +149,17 @@ class TierQueue:
             if room <= 0 and guarded.stores.will_grow and not guarded.refusal():
                 break
             task, blocks = self._take(self._stores, room)
-            selected = guarded.select(blocks, task.context)
-            if room > 0 and len(selected) < len(blocks):  # the other blocks are not admitted, which is a success
-                chosen = {block.position for block in selected}
-                for block in blocks:
-                    task.answers[block.position] |= block.position not in chosen
-            if selected:
-                self._submit(task, selected, is_load=False)
+            places = {block.offset: block.place for block in blocks}
+            offer = Offer([block.key for block in blocks], [block.offset for block in blocks], places.__getitem__)
+            selected = guarded.select(offer, task.context)
+            if len(selected) < len(blocks):
+                chosen = set(selected.keys)
+                if room > 0:  # the other blocks are not admitted, which is a success
+                    for block in blocks:
+                        task.answers[block.place] |= block.key not in chosen
+                blocks = [block for block in blocks if block.key in chosen]
+            if blocks:
+                self._submit(task, blocks, is_load=False)
             self._end(task)
 
     def _has_waiting(self, waiting: _Waiting, now_s: float) -> bool:
@@ -158,7 +172,7 @@ class TierQueue:
             self._end(task)
         return bool(waiting)
 
-    def _take(self, waiting: _Waiting, room: int) -> tuple[Task, list[CPUBlock]]:
+    def _take(self, waiting: _Waiting, room: int) -> tuple[Task, list[PlacedBlock]]:
         """Take at most `room` blocks of the task that waits longest; without room all its blocks, which will fail."""
         task, blocks = waiting.popleft()
         if 0 < room < len(blocks):
@@ -168,9 +182,10 @@ class TierQueue:
         self.waiting_blocks -= len(blocks)
         return task, blocks
 
-    def _submit(self, task: Task, blocks: list[CPUBlock], *, is_load: bool) -> bool:
-        job = self.guarded.submit([block.key for block in blocks], blocks, task.context, self, is_promotion=is_load)
+    def _submit(self, task: Task, blocks: list[PlacedBlock], *, is_load: bool) -> bool:
+        keys, offsets = [block.key for block in blocks], [block.offset for block in blocks]
+        job = self.guarded.submit(keys, offsets, task.context, self, is_promotion=is_load)
         if job is not None:
-            self._in_flight[job.metadata.job_id] = task
+            self._in_flight[job.metadata.job_id] = task, blocks
             task.open_items += 1
         return job is not None

@@ -21,8 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.direct.tasks import Task, TierQueue
+from tiered_kv.direct.tasks import PlacedBlock, Task, TierQueue
 from tiered_kv.errors import ShutdownError
 from tiered_kv.metrics.counters import Counters
 from tiered_kv.metrics.metric import Metric
@@ -211,7 +210,7 @@ class TierThread:
         if not task.open_items:
             self._ended.append(task)
 
-    def _load_at(self, level: int, task: Task, blocks: list[CPUBlock]) -> None:
+    def _load_at(self, level: int, task: Task, blocks: list[PlacedBlock]) -> None:
         if level < len(self.queues) and blocks and not (self._is_shut_down or task.is_outdated):
             self.queues[level].add(task, blocks, is_load=True)
 
@@ -290,9 +289,9 @@ class TierThread:
                 self._take_messages(TICK_S)
 
 
-def _each_key_once(blocks: Sequence[CPUBlock]) -> list[list[CPUBlock]]:
+def _each_key_once(blocks: Sequence[PlacedBlock]) -> list[list[PlacedBlock]]:
     """Divide blocks so that no job has a key twice: a tier could load one of the two blocks, and report their key."""
-    batches: list[list[CPUBlock]] = []
+    batches: list[list[PlacedBlock]] = []
     times: dict[OffloadKey, int] = {}
     for block in blocks:
         before = times.get(block.key, 0)

@@ -25,8 +25,7 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.entries import tier_settings, tier_type_of
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.direct.tasks import Done, Kind, Task
+from tiered_kv.direct.tasks import Done, Kind, PlacedBlock, Task
 from tiered_kv.direct.thread import TierThread
 from tiered_kv.errors import ConfigError, needing_resources
 from tiered_kv.metrics.registry import Registry
@@ -168,7 +167,7 @@ class DirectTiers:
             on_done: Called with True for a block that was loaded and verified. The bytes of other blocks are undefined.
         """
         task = self._task("load", keys, on_done, offsets)
-        starts = np.sort([block.block_id for block in task.blocks])
+        starts = np.sort([block.offset for block in task.blocks])
         if (np.diff(starts) < self.block_bytes).any():
             raise ValueError(f"blocks to load must not overlap; two begin less than {self.block_bytes} bytes apart")
         self._thread.post(task)
@@ -258,9 +257,7 @@ class DirectTiers:
                 if first < position:
                     task.repeats.append((position, first))
                     continue
-                block = CPUBlock(offset)
-                block.key, block.position = key, position
-                task.blocks.append(block)
+                task.blocks.append(PlacedBlock(key, offset, position))
         return task
 
     def _checked(self, offsets: Sequence[int], wanted: int) -> list[int]:

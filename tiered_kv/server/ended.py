@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.server.session_request import SessionRequest
 
 SWEEP_ROWS: Final = 512
@@ -34,17 +33,17 @@ class EndedRequests:
         self,
         end_leases: Callable[[SessionRequest, Sequence[int]], None],
         end_request: Callable[[SessionRequest], None],
-        free: Callable[[Collection[CPUBlock]], None],
+        free: Callable[[Collection[int]], None],
     ) -> None:
         self._end_leases, self._end_request, self._free = end_leases, end_request, free
         self._requests: dict[str, SessionRequest] = {}
         """By the id that the manager knows."""
-        self._granted: deque[CPUBlock] = deque()
+        self._granted: deque[int] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._requests or self._granted)
 
-    def add(self, requests: Iterable[SessionRequest], granted: Iterable[CPUBlock]) -> None:
+    def add(self, requests: Iterable[SessionRequest], granted: Iterable[int]) -> None:
         """Take over the requests and the granted rows of a session; nobody else uses them."""
         for request in requests:
             self._requests[request.context.req_id] = request

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.stack_config import StackConfig
-from tiered_kv.cpu.backend import CPUBackend, CPUBlock
+from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.errors import ResourceError
 from tiered_kv.metrics.series import Snapshot, numbers
 from tiered_kv.metrics.vocabulary import SERVER
@@ -80,18 +80,18 @@ class HostBackend(CPUBackend):
         self.generations = generations
 
     def get_num_free_blocks(self) -> int:
-        return len(self._free) + self.region.ready_rows - len(self.made)
+        return len(self._free) + self.region.ready_rows - len(self.table)
 
-    def free_all(self, blocks: Collection[CPUBlock]) -> None:
-        super().free_all(blocks)
-        self.generations.bump([block.block_id for block in blocks])
+    def free_rows(self, rows: Collection[int]) -> None:
+        super().free_rows(rows)
+        self.generations.bump(rows)
 
 
 class HostSession(Protocol):
     """A session, as its stack sees it."""
 
     cost: EngineCost
-    granted: dict[int, CPUBlock]
+    granted: dict[int, None]
     requests: dict[int, SessionRequest]
     changed: dict[int, SessionRequest]
     leases: int
@@ -149,7 +149,7 @@ class ServedStack:
             raise
         self.manager = self.stack.manager
         self._history = self.stack.history
-        self.index = RowIndex(self.manager.primary.blocks, self.generations.values)
+        self.index = RowIndex(self.manager.primary.index, self.generations.values)
         self.sessions: dict[str, HostSession] = {}
         self.changed: dict[HostSession, None] = {}
         """Sessions with requests to answer in this step. A step looks at no other session but the next ones."""
@@ -173,7 +173,6 @@ class ServedStack:
         """How many resets the file had when `see_resets` was last called."""
         if self._resets.asked() != self._resets_begun:  # the last server has not carried out all resets
             self._reset_all()
-            self.index.forget(self.manager.primary.blocks)
         self._tiers = {name: number for number, name in enumerate(self.stack.tier_names, 1)}
 
     @property
@@ -339,7 +338,6 @@ class ServedStack:
             self._reset_all(number)
         finally:  # runs also after a mistake of ours: requests of an ended epoch find and store no block
             self.generations.bump_all()
-            self.index.forget(self.manager.primary.blocks)
             for session in self.sessions.values():
                 session.send(protocol.EPOCH, self.epoch, session is by)
 
@@ -351,9 +349,9 @@ class ServedStack:
         self._resets_begun, self._has_noted_resets = min(number or asked, asked), False
         self.manager.reset_cache()
 
-    def free(self, blocks: Collection[CPUBlock]) -> None:
+    def free(self, rows: Collection[int]) -> None:
         """Free rows that were granted."""
-        self._backend.free_all(blocks)
+        self._backend.free_rows(rows)
 
     def end_leases(self, request: SessionRequest, rows: Sequence[int]) -> None:
         """End a request's leases of these rows."""
@@ -361,20 +359,16 @@ class ServedStack:
             for row in rows:
                 del request.leased[row]
             self.leases -= len(rows)
-            self.manager.end_leases(self.blocks_of(rows), request.context)
+            self.manager.end_leases(rows, request.context)
 
     def _end_request(self, request: SessionRequest) -> None:
         self.requests -= 1
         self.keys -= len(request.codes)
         self.manager.on_request_finished(request.context)
 
-    def _free_granted(self, blocks: Collection[CPUBlock]) -> None:
-        self.granted -= len(blocks)
-        self.free(blocks)
-
-    def blocks_of(self, rows: Iterable[int]) -> list[CPUBlock]:
-        """Return the block of each row."""
-        return list(map(self._backend.made.__getitem__, rows))
+    def _free_granted(self, rows: Collection[int]) -> None:
+        self.granted -= len(rows)
+        self.free(rows)
 
     def tiers_of(self, keys: Iterable[OffloadKey], sources: Mapping[OffloadKey, str]) -> bytes:
         """Return for each block the number of the tier that it was promoted from for a request; 0 for none."""

@@ -15,10 +15,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import takewhile
-from operator import attrgetter, truth
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.server import protocol
 from tiered_kv.server.channel import Channel
 from tiered_kv.server.protocol import ClosedError, Message, ProtocolError
@@ -29,7 +27,6 @@ from tiered_kv.tiering.pace import EngineCost
 
 ASKED_AGAIN_MAX = 512
 """Limit of the keys that a session looks up again in a step, since a tier may have answered meanwhile."""
-_row_of, _pins_of = attrgetter("block_id"), attrgetter("ref_cnt")
 
 
 class Session:
@@ -45,7 +42,7 @@ class Session:
         self.host = host
         self.channel: Channel | None = None
         """The scheduler's channel; None while it is not connected."""
-        self.granted: dict[int, CPUBlock] = {}
+        self.granted: dict[int, None] = {}
         self.leases = 0
         """Leases of all requests together."""
         self.requests: dict[int, SessionRequest] = {}
@@ -98,7 +95,7 @@ class Session:
 
     def close(self) -> None:
         """Give back all rows, in later steps: no process of the session copies any more."""
-        self.host.ended.add(self.requests.values(), self.granted.values())
+        self.host.ended.add(self.requests.values(), self.granted)
         self.host.leave(self)
         self.requests, self.waiting, self.changed, self.granted = {}, {}, {}, {}
         self.questions = Questions()
@@ -214,23 +211,22 @@ class Session:
         keys_bytes = max(0, len(message.body) - 4 * message.items)
         keys = protocol.split_keys(message.body[:keys_bytes], message.items)
         rows = protocol.split_rows(message.body[keys_bytes:], message.items)
-        blocks = self._take_granted(rows)
-        unused = self.host.manager.store_granted(keys, blocks, request.context)
+        unused = self.host.manager.store_granted(keys, self._take_granted(rows), request.context)
         if not unused:
             self.host.index.note(keys, rows)
         else:
-            self.host.generations.bump(block.block_id for block in unused)  # the engine takes them for stored
+            self.host.generations.bump(unused)  # the engine takes them for stored
             self._give(unused)
 
     def _grant(self, message: Message) -> None:
         self.host.check_grant(message.number)
         self.host.ended.sweep(min(message.number, protocol.ROWS_MAX))  # it may have all rows that are left
         wanted = min(message.number, self.host.grant_max - len(self.granted), self.host.grant_room, protocol.ROWS_MAX)
-        blocks: list[CPUBlock] | None = None
+        rows: list[int] | None = None
         if wanted > 0:
             grant = self.host.manager.primary.grant
-            blocks = grant(wanted) or grant((wanted + 3) // 4)  # several stores may ask at once: a part helps
-        self._give(blocks or [])
+            rows = grant(wanted) or grant((wanted + 3) // 4)  # several stores may ask at once: a part helps
+        self._give(rows or [])
 
     def _return(self, message: Message) -> None:
         self.host.free(self._take_granted(protocol.split_rows(message.body, message.items)))
@@ -246,9 +242,8 @@ class Session:
 
     def _tell_known(self, request: SessionRequest, keys: Sequence[OffloadKey]) -> None:
         """Tell which blocks are ready, and count a use of them: the engine need not store these blocks."""
-        get = self.host.manager.primary.blocks.get
-        blocks = [get(key) for key in keys]
-        rows = [protocol.MISSING if block is None or block.ref_cnt < 0 else block.block_id for block in blocks]
+        found = self.host.manager.primary.index.get_many(keys)
+        rows = [protocol.MISSING if row is None else row for row in found]
         self.host.manager.touch(keys, request.context)  # secondary tiers may have the others
         current = self.host.generations.values
         generations = [current[row] if row != protocol.MISSING else 0 for row in rows]
@@ -273,12 +268,14 @@ class Session:
         answers = look_up([request.keys[index] for index in asked], request.context)
         room, ready = self._lease_room, list[int]()
         if request.is_prefix:
-            self._answer(request, *request.take_head(asked, answers, room, manager.primary.blocks))
+            self._answer(request, *request.take_head(asked, answers, room, manager.primary.index))
             return
         for index, answer in zip(asked, answers, strict=True):
             if answer and len(ready) < room:
-                codes[index] = manager.primary.blocks[request.keys[index]].block_id
-                ready.append(codes[index])
+                row = manager.primary.index.get(request.keys[index])
+                assert row is not None
+                codes[index] = row
+                ready.append(row)
             elif answer is not None:  # a scheduled request does not wait for room
                 codes[index] = protocol.MISSING  # later blocks may be of use: an engine asks for a window's end first
         self._answer(request, ready)
@@ -304,8 +301,9 @@ class Session:
         end = first + len(rows)
         codes[first:end] = rows
         if ends_at_miss and end < last:
-            for block in self.host.blocks_of(rows):
-                block.step = self.host.manager.primary.step  # promoting the next one evicts none of these
+            primary = self.host.manager.primary
+            for row in rows:
+                primary.table.step[row] = primary.step  # promoting the next one evicts none of these
             if self.host.manager.lookup_many([request.keys[end]], request.context) == [False]:
                 request.cut(end)
         self._answer(request, rows)
@@ -314,12 +312,8 @@ class Session:
 
     def _ready_rows(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the rows of the ready blocks at the head of a prefix."""
-        found = map(self.host.manager.primary.blocks.get, keys)
-        ready: list[CPUBlock] = list(takewhile(truth, found))  # type: ignore[arg-type]  # None ends it
-        pins = list(map(_pins_of, ready))
-        if pins and min(pins) < 0:  # that block is being written
-            del ready[next(at for at, count in enumerate(pins) if count < 0) :]
-        return list(map(_row_of, ready))
+        found = self.host.manager.primary.index.get_many(keys)
+        return [row for row in takewhile(lambda row: row is not None, found) if row is not None]
 
     @property
     def _lease_room(self) -> int:
@@ -351,7 +345,7 @@ class Session:
             request.leased |= rows
             self.leases += len(rows)
             self.host.leases += len(rows)
-            self.host.manager.lease(self.host.blocks_of(rows), request.context)
+            self.host.manager.lease(list(rows), request.context)
 
     def _tell(self, request: SessionRequest, first: int) -> None:
         sources = self.host.manager.sources_of(request.context)
@@ -376,17 +370,18 @@ class Session:
         self.questions.forget(request)
         self.host.ended.end(request)
 
-    def _take_granted(self, rows: Sequence[int]) -> list[CPUBlock]:
+    def _take_granted(self, rows: Sequence[int]) -> Sequence[int]:
         if len(set(rows)) < len(rows) or not all(row in self.granted for row in rows):
             raise ProtocolError("a row was not granted to the session")
         self.host.granted -= len(rows)
-        return [self.granted.pop(row) for row in rows]
+        for row in rows:
+            del self.granted[row]
+        return rows
 
-    def _give(self, blocks: Sequence[CPUBlock]) -> None:
+    def _give(self, rows: Sequence[int]) -> None:
         """Grant rows, which the engine may write from now on."""
-        self.granted.update((block.block_id, block) for block in blocks)
-        self.host.granted += len(blocks)
-        rows = [block.block_id for block in blocks]
+        self.granted.update(dict.fromkeys(rows))
+        self.host.granted += len(rows)
         self.send(protocol.GRANTED, 0, len(rows), protocol.pack_rows(rows))
 
     def _request(self, message: Message, *, introduce: bool = True) -> SessionRequest:

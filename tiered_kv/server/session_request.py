@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock
+from tiered_kv.cpu.key_index import KeyIndex
 from tiered_kv.hints import HINTS_KEY, Hints
 from tiered_kv.server import protocol
 
@@ -83,7 +83,7 @@ class SessionRequest:
         self.codes[index:] = protocol.codes_of(protocol.MISSING, len(self.codes) - index)
 
     def take_head(
-        self, asked: Sequence[int], answers: Sequence[bool | None], room: int, blocks: Mapping[OffloadKey, CPUBlock]
+        self, asked: Sequence[int], answers: Sequence[bool | None], room: int, index: KeyIndex
     ) -> tuple[list[int], int]:
         """Note the rows of the ready blocks at the head of a prefix, at most `room`. The caller leases these rows.
 
@@ -100,9 +100,10 @@ class SessionRequest:
             self.end_prefix(asked[answers.index(False)])
         ready = sum(1 for _ in takewhile(truth, answers))
         self.lacks_leases = ready > room
-        rows = [blocks[self.keys[index]].block_id for index in asked[: min(ready, room)]]
-        for index, row in zip(asked, rows, strict=False):
-            self.codes[index] = row
+        keys = [self.keys[place] for place in asked[: min(ready, room)]]
+        rows = [row for row in index.get_many(keys) if row is not None]
+        for place, row in zip(asked, rows, strict=False):
+            self.codes[place] = row
         return rows, 0 if self.lacks_leases else answers.count(True) - ready
 
     def unsplit_from(self, first: int) -> list[tuple[bytes, int]]:
@@ -134,12 +135,12 @@ class RowIndex:
     for its own key, and while its row has the noted generation: a row that is freed gets another one.
 
     Args:
-        blocks: The primary tier's, by key.
+        index: The rows of the primary tier's ready blocks.
         generations: The generation of each row.
     """
 
-    def __init__(self, blocks: Mapping[OffloadKey, CPUBlock], generations: memoryview) -> None:
-        self._blocks = blocks
+    def __init__(self, index: KeyIndex, generations: memoryview) -> None:
+        self._index = index
         self._generations = generations
         self._size = RING_ROWS * len(generations)
         self._places = np.zeros(len(generations), np.uint32)
@@ -183,10 +184,10 @@ class RowIndex:
         """Append the rows of a message's keys."""
         size = self._keys.itemsize
         while len(packed) == count * size > 0:
-            block = self._blocks.get(OffloadKey(packed[:size]))
-            if block is None or block.ref_cnt < 0:
+            row = self._index.get(OffloadKey(packed[:size]))
+            if row is None:
                 break
-            place = int(self._places[block.block_id])
+            place = int(self._places[row])
             keys, rows = self._keys[place : place + count], self._rows[place : place + count]
             is_same = self._noted[place : place + count] == self._current().take(rows)
             if keys.tobytes() != packed:
@@ -196,10 +197,6 @@ class RowIndex:
             packed, count = packed[same * size :], count - same
             if same < RUN_MIN:
                 break
-
-    def forget(self, blocks: Mapping[OffloadKey, CPUBlock]) -> None:
-        """Use `blocks` after a reset of the primary tier. Each row has another generation, so no old note is found."""
-        self._blocks = blocks
 
     def _current(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
         return np.frombuffer(self._generations, np.uint32)  # the array is not kept: it would keep the memory mapped

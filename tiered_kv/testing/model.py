@@ -255,7 +255,7 @@ class StackModel:
         backend = self.manager.primary.backend
         free = backend.get_num_free_blocks()
         assert 0 <= free <= backend.num_blocks
-        assert len(self.manager.primary.blocks) <= backend.num_blocks - free
+        assert len(self.manager.primary) <= backend.num_blocks - free
         for tier, counters in self.manager.counters().items():
             assert all(value >= 0 for _, value in flat_counts(counters)), (tier, counters)
             assert not count_of(counters, "audited_blocks_total", "different"), (
@@ -267,7 +267,7 @@ class StackModel:
         held = {key.hex(): block.ref_cnt for key, block in primary.blocks.items() if block.ref_cnt}
         assert not held, f"blocks are still pinned or being written, with nothing in flight: {held}"
         backend = primary.backend
-        assert len(primary.blocks) + backend.get_num_free_blocks() == backend.num_blocks, "blocks were lost"
+        assert len(primary) + backend.get_num_free_blocks() == backend.num_blocks, "blocks were lost"
 
     def _content(self, keys: Sequence[OffloadKey]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
         block_bytes = self.manager.primary.backend.block_size

@@ -6,23 +6,53 @@ may be admitted when it is offered again. Memory for the counts has a limit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.reasons import Reason
 
 TRACKED_KEYS_MAX = 1 << 20
 """Keys that are counted in each of two generations, in 200 MiB at most."""
 
 
-class Selection(NamedTuple):
-    """Offered blocks in three lists: `stored`, `refused` (not admitted), and `late` (no room in the store budget)."""
+def _at_start(row: int) -> int:
+    return 0
 
-    stored: list[CPUBlock]
-    refused: list[CPUBlock]
-    late: list[CPUBlock]
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """Blocks of one request, head first: their keys, and the rows that they are in."""
+
+    keys: list[OffloadKey]
+    rows: list[int]
+    position_of: Callable[[int], int] = _at_start
+    """Returns the position of a row's block in its request's prefix."""
+    is_promoted: bool = False
+    """Whether they came from a secondary tier."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def part(self, start: int, stop: int | None = None) -> Offer:
+        """Return the blocks from place `start` to `stop`; without `stop`, to the end."""
+        return Offer(self.keys[start:stop], self.rows[start:stop], self.position_of, self.is_promoted)
+
+    def at(self, places: Sequence[int]) -> Offer:
+        """Return the blocks at these places; this object for all places."""
+        if len(places) == len(self.rows):
+            return self
+        keys, rows = [self.keys[place] for place in places], [self.rows[place] for place in places]
+        return Offer(keys, rows, self.position_of, self.is_promoted)
+
+
+class Selection(NamedTuple):
+    """Offered blocks in three parts: `stored`, `refused` (not admitted), and `late` (no room in the store budget)."""
+
+    stored: Offer
+    refused: Sequence[OffloadKey]
+    late: Sequence[OffloadKey]
 
 
 class Admission:
@@ -49,19 +79,24 @@ class Admission:
     def begin(self, req_id: str) -> None:
         """Note that a request begins. An earlier request with this id has ended."""
 
-    def select(self, offered: list[CPUBlock], room: int, req_id: str) -> Selection:
+    def select(self, offered: Offer, room: int, req_id: str) -> Selection:
         """Choose at most `room` blocks of one request. The offer of a block without room is not counted."""
         if self.is_open():
-            return Selection(offered[:room], [], offered[room:])
-        stored: list[CPUBlock] = []
-        refused: list[CPUBlock] = []
-        for number, block in enumerate(offered):
-            if len(stored) == room:
-                return Selection(stored, refused, offered[number:])
-            (stored if self.admit(block.key) else refused).append(block)
-        return Selection(stored, refused, [])
+            if room >= len(offered):
+                return Selection(offered, (), ())
+            return Selection(offered.part(0, room), (), offered.keys[room:])
+        places: list[int] = []
+        refused: list[OffloadKey] = []
+        for place, key in enumerate(offered.keys):
+            if len(places) == room:
+                return Selection(offered.at(places), refused, offered.keys[place:])
+            if self.admit(key):
+                places.append(place)
+            else:
+                refused.append(key)
+        return Selection(offered.at(places), refused, ())
 
-    def again(self, loaded: list[CPUBlock], req_id: str) -> list[CPUBlock]:
+    def again(self, loaded: Offer, req_id: str) -> Offer:
         """Return which blocks to offer again, of blocks that a request has loaded from elsewhere than this tier."""
         return loaded
 

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import PRIMARY_NAME
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.tiering.admission import Offer
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.requests import RequestState, RequestTable
@@ -28,35 +28,36 @@ class Cascade:
         self.counting_tiers = tuple(guarded for guarded in tiers if not guarded.admission.is_open())
         """The tiers that count how often a block is offered."""
         self._is_stopped = False
+        self._position_of = rows.table.position.__getitem__
 
     def stop(self) -> None:
         """Offer no promoted blocks any more: the tiers are being closed."""
         self._is_stopped = True
 
     def commit(
-        self, written: list[CPUBlock], keys: list[OffloadKey], tiers: Iterable[GuardedTier], req_context: ReqContext
+        self, written: list[int], keys: list[OffloadKey], tiers: Iterable[GuardedTier], req_context: ReqContext
     ) -> bool:
         """Make blocks ready that an engine has written, and offer them to `tiers`; return whether one selects all."""
-        context = self._requests.context_of(req_context)
-        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(written, context))]
-        if all(len(blocks) == len(written) for _, blocks in selections):
+        context, offer = self._requests.context_of(req_context), Offer(keys, written, self._position_of)
+        selections = [(guarded, taken) for guarded in tiers if (taken := guarded.select(offer, context))]
+        if all(len(taken) == len(written) for _, taken in selections):
             # The usual case: no pass over the blocks for each tier.
-            self._rows.commit(written, pins=len(selections))
+            self._rows.commit(written, keys, pins=len(selections))
         else:
-            self._rows.commit(written, pins=1)
-            for _, blocks in selections:
-                self._rows.pin(blocks)
+            self._rows.commit(written, keys, pins=1)
+            for _, taken in selections:
+                self._rows.pin(taken.rows)
             self._rows.unpin(written)
         self._rows.note_stored(keys)
-        self._submit(selections, context, keys)
-        return any(len(blocks) == len(written) for _, blocks in selections)
+        self._submit(selections, context)
+        return any(len(taken) == len(written) for _, taken in selections)
 
-    def offer(self, ready: list[CPUBlock], tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
+    def offer(self, offer: Offer, tiers: Iterable[GuardedTier], req_context: ReqContext) -> None:
         """Offer blocks that are already ready to `tiers`."""
-        selections = [(guarded, blocks) for guarded in tiers if (blocks := guarded.select(ready, req_context))]
-        for _, blocks in selections:
-            self._rows.pin(blocks)
-        self._submit(selections, req_context, [block.key for block in ready])
+        selections = [(guarded, taken) for guarded in tiers if (taken := guarded.select(offer, req_context))]
+        for _, taken in selections:
+            self._rows.pin(taken.rows)
+        self._submit(selections, req_context)
 
     def offer_loaded(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Offer blocks that a request has loaded to the tiers that count how often a block is offered."""
@@ -69,38 +70,41 @@ class Cascade:
             # A load counts as an offer, except to the tier that the block came from.
             sources = {} if state is None else state.loads.sources
             offered = [key for key in dict.fromkeys(keys) if sources.get(key, PRIMARY_NAME) != guarded.name]
-            again = guarded.admission.again(self._rows.ready(offered), req_context.req_id)
+            again = guarded.admission.again(self._offer_of(self._rows.ready(offered)), req_context.req_id)
             self.offer(again, (guarded,), self._requests.context_of(req_context))
 
-    def offer_promoted(self, ready: list[CPUBlock], req_context: ReqContext) -> None:
+    def offer_promoted(self, ready: list[int], req_context: ReqContext) -> None:
         """Offer blocks of a promotion to the tiers above their source that have the setting `fill_on_promotion`."""
         context = self._requests.context_of(req_context)
         state = self._requests.get(context)
         if self._is_stopped or (state is not None and state.hints.skips_store):
             return
-        source = ready[0].source
-        upper = itertools.takewhile(lambda guarded: guarded.name != source, self._tiers)
+        source = self._rows.table.source[ready[0]]
+        upper = itertools.takewhile(lambda guarded: guarded.number != source, self._tiers)
         above = [guarded for guarded in upper if guarded.settings.fill_on_promotion]
         if above:
-            self.offer(ready, above, context)
+            self.offer(self._offer_of(ready), above, context)
 
     def offer_ended(self, state: RequestState) -> None:
         """Offer all blocks of a request that ends to the tiers that wait for its end."""
         if state.stores.request_level:
-            ready = state.chain_in(state.req_context).in_order(self._rows.ready(state.stores.keys))
-            self.offer(ready, state.stores.request_level, state.req_context)
+            ready = self._rows.ready(state.stores.keys)
+            ready = state.chain_in(state.req_context).in_order(ready, self._rows.table)
+            self.offer(self._offer_of(ready), state.stores.request_level, state.req_context)
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
         """Release the blocks of a store."""
-        self._rows.unpin(job.blocks)
+        self._rows.unpin(job.rows)
 
     def expired(self, job: SubmittedJob) -> None:
         """Keep the blocks pinned until the store has ended."""
 
-    def _submit(
-        self, selections: list[tuple[GuardedTier, list[CPUBlock]]], req_context: ReqContext, offered: list[OffloadKey]
-    ) -> None:
-        for guarded, blocks in selections:
-            keys = offered.copy() if len(blocks) == len(offered) else [block.key for block in blocks]
-            if not guarded.submit(keys, blocks, req_context, self, is_promotion=False):
-                self._rows.unpin(blocks)
+    def _submit(self, selections: list[tuple[GuardedTier, Offer]], req_context: ReqContext) -> None:
+        for guarded, taken in selections:  # each gets a list of its own, which a tier may change
+            if not guarded.submit(taken.keys.copy(), taken.rows, req_context, self, is_promotion=False):
+                self._rows.unpin(taken.rows)
+
+    def _offer_of(self, rows: list[int]) -> Offer:
+        table = self._rows.table
+        is_promoted = bool(rows and table.source[rows[0]])
+        return Offer([table.key[row] for row in rows], rows, self._position_of, is_promoted)

@@ -19,6 +19,7 @@ from tiered_kv.base import (
     RequestOffloadingContext,
 )
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
+from tiered_kv.cpu.key_index import SHARD_BYTE
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.hints import HINT_NAMES
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -48,7 +49,7 @@ from tiered_kv.tiering.uses import Uses
 class EngineCalls(CacheManager):
     """Cascades stores to secondary tiers, and promotes loads from them; see `TieringOffloadingManager`."""
 
-    __slots__ = ("_lookup_below", "_requests", "primary")  # hot path: each lookup reads them
+    __slots__ = ("_lookup_below", "_requests", "_shards", "_step_of", "primary")  # hot path: each lookup reads them
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class EngineCalls(CacheManager):
         wear_clock: Callable[[], float] | None = None,
     ) -> None:
         self.primary = primary
+        self._shards, self._step_of = primary.index.shards, primary.table.step
         self.secondary_tiers = list(secondary_tiers)
         self.limits = limits or ManagerLimits()
         self._clock, self._policy_clock = clock, wear_clock or clock
@@ -109,16 +111,18 @@ class EngineCalls(CacheManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         STEP.pauses_left = PAUSES_MAX  # `STEP.begin` inlined: its call would take half as long as the rest
-        primary = self.primary
-        block = primary.blocks.get(key)
-        if block is not None and block.ref_cnt >= self._requests.ready_min:
-            block.step = primary.step
+        try:
+            row = self._shards[key[SHARD_BYTE]].get(key)
+        except IndexError:
+            row = self.primary.index.get(key)
+        if row is not None and row >= self._requests.ready_min:
+            self._step_of[row] = self.primary.step
             return True
-        return self._lookup_below(key, block, req_context)
+        return self._lookup_below(key, row, req_context)
 
     @timed
     def has_row(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        return key in self.primary.blocks
+        return key in self.primary
 
     def lookup_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> list[bool | None]:
         STEP.begin()
@@ -162,11 +166,10 @@ class EngineCalls(CacheManager):
         state = self._requests.state_of(req_context)
         distinct = found if len(set(keys)) == len(found) else self.primary.all_ready(dict.fromkeys(keys))
         self.primary.lease(distinct, state.chain_in(req_context))
-        for block in distinct:
-            block.loads += 1
+        self.primary.begin_loads(distinct)
         self._note_load(keys, state)
         self._prefetches.leave(state)
-        return CPULoadStoreSpec([block.block_id for block in found])
+        return CPULoadStoreSpec(found)
 
     @timed
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -196,21 +199,21 @@ class EngineCalls(CacheManager):
             requests.skipped_blocks += len(stored)
             stored = []
         evicted: list[OffloadKey] = []
-        blocks = primary.allocate(stored, req_context.req_id, chain, evicted)
+        rows = primary.allocate(stored, req_context.req_id, chain, evicted)
         if self._tiers and req_context.req_id:
             state.stores.note(keys)
-            if blocks is not None:
+            if rows is not None:
                 state.stores.pending += len(stored)
                 state.stores.is_kept &= len(stored) == len(keys)  # tiers may have skipped present blocks
-        if blocks is None:
+        if rows is None:
             return None
         if has_present:
             primary.touch(keys, chain)
         else:
-            chain.extend(blocks)
+            chain.extend(rows, primary.table)
         if len(stored) < len(keys):
             self._uses.note(keys)
-        return PrepareStoreOutput(stored, CPULoadStoreSpec([block.block_id for block in blocks]), evicted)
+        return PrepareStoreOutput(stored, CPULoadStoreSpec(rows), evicted)
 
     @timed
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -220,7 +223,8 @@ class EngineCalls(CacheManager):
         if not success:
             self.primary.abandon(written)
         elif written:
-            stored = [block.key for block in written]
+            key_of = self.primary.table.key
+            stored = [key_of[row] for row in written]
             self._account.stored(stored)
             self._uses.count_stored(len(stored))
             tiers = [tier for tier in self._tiers if tier not in request_level] if request_level else self._tiers
@@ -271,8 +275,9 @@ class EngineCalls(CacheManager):
         if state is None:
             return
         if state.stores.request_level:  # wait for stores and promotions of other requests too
-            writing = self.primary.writing(state.stores.keys)
-            state.stores.unready = [block.key for block in writing if block.writer != req_context.req_id]
+            writing, writers = self.primary.writing, self.primary.writers
+            others = (key for key in state.stores.keys if key in writing)
+            state.stores.unready = [key for key in others if writers[writing[key]] != req_context.req_id]
         if state.stores.pending > 0 or state.stores.unready:
             self._requests.finish(state)
             self._leave(state)
@@ -310,7 +315,7 @@ class EngineCalls(CacheManager):
     def _end_finished(self, now_s: float) -> None:
         """End the finished requests after their last stores, or when their time is over."""
         for state in [state for state in self._requests.finished if state.stores.unready]:
-            state.stores.unready = [block.key for block in self.primary.writing(state.stores.unready)]
+            state.stores.unready = [key for key in state.stores.unready if key in self.primary.writing]
             if state.stores.pending <= 0 and not state.stores.unready:
                 self._end_request(state)
         for state in self._requests.take_over(now_s):

@@ -18,12 +18,11 @@ import numpy as np
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import HOURS_A_DAY
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.notices import Notices
 from tiered_kv.reasons import Reason, TooSlow
 from tiered_kv.tiering.account import TierAccount
-from tiered_kv.tiering.admission import Admission
+from tiered_kv.tiering.admission import Admission, Offer
 from tiered_kv.tiering.answers import (
     WrongValueError,
     checked_flag,
@@ -58,12 +57,13 @@ class JobOwner(Protocol):
 class SubmittedJob:
     """A job that a tier has accepted and not reported yet.
 
-    A store's blocks are pinned, a load's are in state writing. They belong to the job until the tier reports it. After
+    A store's rows are pinned, a load's are in state writing. They belong to the job until the tier reports it. After
     the job's deadline they are in quarantine, and its result is ignored.
     """
 
     metadata: JobMetadata
-    blocks: Sequence[CPUBlock]
+    rows: Sequence[int]
+    """As `metadata.block_ids`, in the order of `metadata.keys`."""
     owner: JobOwner
     blocks_in_flight: int
     """For a load: blocks that the tier moves up to the load's end, if it serves jobs in order; 0 for a store."""
@@ -171,38 +171,37 @@ class GuardedTier:
             return None
         return Reason.BREAKER
 
-    def select(self, offered: list[CPUBlock], req_context: ReqContext) -> list[CPUBlock]:
+    def select(self, offered: Offer, req_context: ReqContext) -> Offer:
         """Return the admitted blocks, head first and within the store budget. All other blocks count as skipped."""
         selected, refused, late = self.admission.select(offered, max(self.store_room(), 0), req_context.req_id)
-        self.account.skipped(self.admission.reason, [block.key for block in refused])
+        self.account.skipped(self.admission.reason, refused)
         if late:
-            keys = [block.key for block in late]
-            self.account.skipped(self.refusal() or Reason.BUDGET, keys)
-            self._lack(keys)
+            self.account.skipped(self.refusal() or Reason.BUDGET, late)
+            self._lack(late)
         return selected
 
     def submit(
         self,
         keys: Sequence[OffloadKey],
-        blocks: Sequence[CPUBlock],
+        rows: Sequence[int],
         req_context: ReqContext,
         owner: JobOwner,
         *,
         is_promotion: bool,
         job_id: JobId | None = None,
     ) -> SubmittedJob | None:
-        """Submit a job of `owner` that loads `keys` into the rows of `blocks`, or stores them from these rows.
+        """Submit a job of `owner` that loads `keys` into `rows`, or stores them from these rows.
 
         Returns:
             The job; None if the tier raised an exception.
         """
-        block_ids = np.array([block.block_id for block in blocks], dtype=np.int64)
+        block_ids = np.array(rows, dtype=np.int64)
         deadline = self._clock() + self.settings.job_timeout
         job_id = next(_job_ids) if job_id is None else job_id
         budget = self.loads if is_promotion else self.stores
-        in_flight = self.blocks_before_load(len(blocks)) + len(blocks) if is_promotion else 0
+        in_flight = self.blocks_before_load(len(rows)) + len(rows) if is_promotion else 0
         metadata = JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline)
-        job = SubmittedJob(metadata, blocks, owner, in_flight)
+        job = SubmittedJob(metadata, rows, owner, in_flight)
         try:
             (self.tier.submit_load if is_promotion else self.tier.submit_store)(job.metadata)
         except tier_exceptions():
@@ -214,7 +213,7 @@ class GuardedTier:
         if is_promotion:
             self.admission.note_hits(keys)
         self.jobs[job_id] = self._unexpired[job_id] = job
-        budget.blocks += len(blocks)
+        budget.blocks += len(rows)
         self.account.submitted(metadata)
         return job
 
@@ -264,19 +263,19 @@ class GuardedTier:
             if job is None:
                 self.account.unknown_result()
                 continue
-            self._budget_of(job).blocks -= len(job.blocks)
+            self._budget_of(job).blocks -= len(job.rows)
             ended_s, now_s = result.ended_s, self._clock()
             begun_s = (job.metadata.deadline or 0.0) - self.settings.job_timeout
             if ended_s is None or not begun_s <= ended_s <= now_s:  # a tier may use another clock
                 ended_s = now_s
             seconds = max(0.0, ended_s - begun_s)
             self.account.reported(job.metadata, seconds, is_late=job.is_expired)
-            loaded = len(job.blocks) if result.success else len(result.successful_keys or ())
+            loaded = len(job.rows) if result.success else len(result.successful_keys or ())
             # An absent block is reported sooner than a loaded one: a load with many of them measures nothing.
-            if job.metadata.is_promotion and 0 < len(job.blocks) <= 2 * loaded and not job.is_expired:
+            if job.metadata.is_promotion and 0 < len(job.rows) <= 2 * loaded and not job.is_expired:
                 self.pace.add(job.blocks_in_flight, seconds, now_s)
             if job.is_expired:
-                self._budget_of(job).expired_blocks -= len(job.blocks)
+                self._budget_of(job).expired_blocks -= len(job.rows)
                 self.breaker.answer()
             else:
                 del self._unexpired[job.metadata.job_id]
@@ -291,8 +290,8 @@ class GuardedTier:
         for job in expired:
             del self._unexpired[job.metadata.job_id]
             job.is_expired = True
-            self._budget_of(job).expired_blocks += len(job.blocks)
-            if job.metadata.is_promotion and job.blocks:
+            self._budget_of(job).expired_blocks += len(job.rows)
+            if job.metadata.is_promotion and job.rows:
                 self.pace.add(job.blocks_in_flight, self.settings.job_timeout, now_s)
             self._lack(() if job.metadata.is_promotion else job.metadata.keys)
             self.account.expired(job.metadata)
@@ -372,7 +371,7 @@ class GuardedTier:
 
     def _judge(self, job: SubmittedJob, result: JobResult) -> None:
         """Count a job's result, and inform the breaker."""
-        total = len(job.blocks)
+        total = len(job.rows)
         done = total if result.success else len(job.loaded_keys(result).intersection(job.metadata.keys))
         self.account.ended(job.metadata, result, done, total)
         is_store = not job.metadata.is_promotion

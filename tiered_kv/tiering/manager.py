@@ -15,7 +15,6 @@ from tiered_kv.base import (
     ReqContext,
 )
 from tiered_kv.config.settings import PRIMARY_NAME
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.metrics.step_timer import timed
 from tiered_kv.system.step import STEP
 from tiered_kv.tiering.engine_calls import EngineCalls
@@ -94,35 +93,34 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
     # Calls for the sessions of a host.
 
     @timed
-    def lease(self, blocks: list[CPUBlock], req_context: ReqContext) -> None:
+    def lease(self, rows: list[int], req_context: ReqContext) -> None:
         """Pin distinct ready blocks for a request's load. Unlike `prepare_load`, it does not end the prefetch."""
         STEP.begin()
         state = self._requests.state_of(req_context)
-        self.primary.lease(blocks, state.chain_in(req_context))
-        self._note_load([block.key for block in blocks], state)
+        self.primary.lease(rows, state.chain_in(req_context))
+        key_of = self.primary.table.key
+        self._note_load([key_of[row] for row in rows], state)
 
     @timed
-    def end_leases(self, blocks: Collection[CPUBlock], req_context: ReqContext) -> None:
+    def end_leases(self, rows: Collection[int], req_context: ReqContext) -> None:
         """Release the pins of `lease`."""
-        keys = [block.key for block in blocks] if self._cascade.counting_tiers else []
-        self.primary.unpin(blocks)
+        key_of = self.primary.table.key
+        keys = [key_of[row] for row in rows] if self._cascade.counting_tiers else []
+        self.primary.unpin(rows)
         if keys:
             self._cascade.offer_loaded(keys, req_context)
 
-    def store_granted(
-        self, keys: Sequence[OffloadKey], rows: Sequence[CPUBlock], req_context: ReqContext
-    ) -> list[CPUBlock]:
+    def store_granted(self, keys: Sequence[OffloadKey], rows: Sequence[int], req_context: ReqContext) -> list[int]:
         """Store blocks that an engine has already written into rows of `primary.grant`; return the unused rows."""
         state = self._requests.state_of(req_context)
+        stored: list[OffloadKey] = []
         if self._requests.is_outdated(req_context):
             unused = list(rows)
         elif state.hints.skips_store:
             self._requests.skipped_blocks += len(keys)
             unused = list(rows)
         else:
-            unused = self.primary.adopt(keys, rows, req_context.req_id, state.chain_in(req_context))
-        rest = set(map(id, unused))
-        stored = [key for key, block in zip(keys, rows, strict=True) if id(block) not in rest]
+            stored, unused = self.primary.adopt(keys, rows, req_context.req_id, state.chain_in(req_context))
         if self._tiers and req_context.req_id:
             state.stores.note(keys)
             state.stores.pending += len(stored)

@@ -52,14 +52,13 @@ class ManyLookups:
         if self._requests.loads_nothing(req_context):
             self._search.below_many(keys, req_context)
             return [False] * len(keys)
-        get, step = self._rows.blocks.get, self._rows.step
+        step_of, step = self._rows.table.step, self._rows.step
         missing: dict[OffloadKey, None] = {}
-        for key in keys:
-            block = get(key)
-            if block is not None and block.ref_cnt >= 0:
-                block.step = step
-            else:
+        for key, row in zip(keys, self._rows.index.get_many(keys), strict=True):
+            if row is None:
                 missing[key] = None
+            else:
+                step_of[row] = step
         if not missing:
             return [True] * len(keys)
         below = self._search.below_many(missing, req_context)
@@ -67,7 +66,8 @@ class ManyLookups:
 
     def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
         """See `CalledManager.contains_many`."""
-        found: dict[OffloadKey, bool | None] = {block.key: True for block in self._rows.ready(keys)}
+        rows = zip(keys, self._rows.index.get_many(keys), strict=True)
+        found: dict[OffloadKey, bool | None] = {key: True for key, row in rows if row is not None}
         rest = [key for key in dict.fromkeys(keys) if key not in found]
         for guarded in self._tiers:
             if rest:
@@ -94,8 +94,7 @@ class ManyLookups:
         return answers
 
     def _is_ready(self, key: OffloadKey) -> bool:
-        block = self._rows.blocks.get(key)
-        return block is not None and block.ref_cnt >= 0
+        return self._rows.index.get(key) is not None
 
     def _answer(self, keys: Sequence[OffloadKey], state: RequestState) -> Answers:
         """Look up the prefix of the keys that ends with the first missing block, and the missing blocks behind the end.
@@ -107,7 +106,7 @@ class ManyLookups:
         req_context = state.req_context
         if self._requests.loads_nothing(req_context) or state.lookups.timed_out:
             return self.lookup_many(keys, req_context)  # it asks no tier, or no tier that failed this request
-        below = [key for key in keys if key not in self._rows.blocks]  # the primary tier has, or gets, the other blocks
+        below = [key for key in keys if key not in self._rows]  # the primary tier has, or gets, the other blocks
         if not below:
             return self.lookup_many(keys, req_context)
         found = dict(zip(below, self.contains_many(below, req_context), strict=True))

@@ -104,17 +104,17 @@ class Prefetches:
         missed = 0
         with self._search.ahead(state):
             for index, key in enumerate(keys):
-                block = self._rows.blocks.get(key)
-                if block is not None and block.ref_cnt >= 0 and state.lookups.misses_all is None:
-                    block.step = self._rows.step
-                    self._promotions.keep(block, state)
+                row = self._rows.index.get(key)
+                if row is not None and state.lookups.misses_all is None:
+                    self._rows.table.step[row] = self._rows.step
+                    self._promotions.keep(key, row, state)
                     continue
-                answer = self._search.below(key, block, state.req_context)
+                answer = self._search.below(key, row, state.req_context)
                 if answer is None:
                     if key not in state.loads.promoting:
                         waiting.append(key)
-                elif answer and block is not None:
-                    self._promotions.keep(block, state)
+                elif answer and row is not None:
+                    self._promotions.keep(key, row, state)
                 else:
                     missed = len(keys) - index
                     break

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import PROMOTION, CPUBlock
-from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.cpu.rows import PROMOTION, PrimaryRows
 from tiered_kv.reasons import Learning, Reason, TooSlow
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.cascade import Cascade
@@ -25,7 +24,8 @@ from tiered_kv.tiering.requests import RequestState
 class Promotion:
     """A block, in state writing, that is being loaded from a tier for the requests that wait for it."""
 
-    block: CPUBlock
+    key: OffloadKey
+    row: int
     guarded: GuardedTier
     waiters: list[RequestState]
     cost: EngineCost
@@ -62,7 +62,7 @@ class Promotions:
         self._table: dict[OffloadKey, Promotion] = {}  # all that run, or wait for `submit`
         self.batches: dict[tuple[GuardedTier, RequestState], list[Promotion]] = {}  # begun, and not submitted
         self.holders: dict[RequestState, None] = {}  # requests with holds
-        self._held: dict[int, int] = {}  # block_id to its number of holds
+        self._held: dict[int, int] = {}  # row to its number of holds
 
     @property
     def blocks_taken(self) -> int:
@@ -86,12 +86,11 @@ class Promotions:
         if rows.is_orphaned(key):
             return False
         chain = state.chain_in(state.req_context)
-        blocks = rows.allocate([key], PROMOTION, chain, [])
-        if blocks is None:
+        allocated = rows.allocate([key], PROMOTION, chain, [], source=guarded.number)
+        if allocated is None:
             return may_wait
-        chain.extend(blocks)
-        blocks[0].source = guarded.name
-        promotion = Promotion(blocks[0], guarded, [state], state.cost, not state.lookups.is_asking)
+        chain.extend(allocated, rows.table)
+        promotion = Promotion(key, allocated[0], guarded, [state], state.cost, not state.lookups.is_asking)
         self._table[key] = promotion
         self.batches.setdefault((guarded, state), []).append(promotion)
         guarded.loads.reserved_blocks += 1
@@ -119,11 +118,11 @@ class Promotions:
         for key in [key for key in keys if key in promoting]:
             promoting[key] = promoting.pop(key)
 
-    def keep(self, block: CPUBlock, state: RequestState) -> None:
+    def keep(self, key: OffloadKey, row: int, state: RequestState) -> None:
         """Hold a ready block for a request, as if it had been promoted for it, if there is room."""
-        if block.key not in state.loads.held and self.blocks_taken < self.blocks_max:
-            self._rows.pin([block])
-            self._hold(block, [state], self._clock() + self._hold_s)
+        if key not in state.loads.held and self.blocks_taken < self.blocks_max:
+            self._rows.pin([row])
+            self._hold(key, row, [state], self._clock() + self._hold_s)
 
     def submit(self) -> None:
         """Submit the loads begun since the last call: one job for each tier and request."""
@@ -142,85 +141,86 @@ class Promotions:
             cost = state.cost
             backlog_s = backlogs_s.setdefault(id(cost), cost.backlog_s)
             guarded.loads.reserved_blocks -= len(promotions)
-            blocks = [promotion.block for promotion in promotions]
-            chain = blocks[0].chain
+            table, rows = self._rows.table, [promotion.row for promotion in promotions]
+            chain = table.chain[rows[0]]
             if chain is not None:
-                blocks = chain.in_order(blocks)  # the prefix's order, as in stores: tiers that evict by use need it
+                rows = chain.in_order(rows, table)  # the prefix's order, as in stores: tiers that evict by use need it
+            keys = [table.key[row] for row in rows]
             # A half-open breaker admits one job, which may be another one of this step.
             refusal = guarded.refusal()
             if not refusal and cost.is_known:
-                keys = [block.key for block in blocks]
                 worth = self._worth(keys, guarded, state, backlog_s)
                 if worth < len(keys):
                     before = (state.lookups.blocks_before or 0) + worth
                     backlogs_s[id(cost)] += cost.of(computed_blocks(keys[worth:]), before)
                     if len({id(waiter.cost) for each in promotions for waiter in each.waiters}) > 1:
-                        blocks[worth:] = self._hand_on(blocks[worth:], cost)
-                        promotions = [self._table[block.key] for block in blocks]
-                        if not blocks:
+                        keys[worth:] = self._hand_on(keys[worth:], cost)
+                        promotions = [self._table[key] for key in keys]
+                        if not keys:
                             continue
                     if worth or not self._is_tried(promotions, guarded, now_s):
-                        self._refuse(blocks[worth:], guarded, Reason.TOO_SLOW, TooSlow.CUT if worth else TooSlow.LATE)
-                        del blocks[worth:]
-            keys = [block.key for block in blocks]
-            if refusal or (keys and not guarded.submit(keys, blocks, state.req_context, self, is_promotion=True)):
-                self._refuse(blocks, guarded, refusal or Reason.EXCEPTION)
+                        self._refuse(keys[worth:], guarded, Reason.TOO_SLOW, TooSlow.CUT if worth else TooSlow.LATE)
+                        del keys[worth:]
+            rows = [self._table[key].row for key in keys]
+            if refusal or (keys and not guarded.submit(keys, rows, state.req_context, self, is_promotion=True)):
+                self._refuse(keys, guarded, refusal or Reason.EXCEPTION)
             elif keys and cost.is_known and (promotions[0].is_try or not guarded.pace.is_known):
                 guarded.account.learning(Learning.TRY if promotions[0].is_try else Learning.FIRST)
 
     def _refuse(
-        self, blocks: Sequence[CPUBlock], guarded: GuardedTier, reason: Reason, slow_reason: TooSlow | None = None
+        self, keys: Sequence[OffloadKey], guarded: GuardedTier, reason: Reason, slow_reason: TooSlow | None = None
     ) -> None:
         """Free the rows of blocks that are not loaded; `slow_reason` says why the blocks are too slow."""
         if slow_reason is not None:
-            promotions = (self._table[block.key] for block in blocks)
+            promotions = (self._table[key] for key in keys)
             if asked_for := sum(not promotion.is_ahead for promotion in promotions):
                 guarded.note_too_slow(asked_for, slow_reason)
-        for block in blocks:
-            self._drop(block, reason)
-        self._rows.abandon(blocks)
+        rows = [self._table[key].row for key in keys]
+        for key, row in zip(keys, rows, strict=True):
+            self._drop(key, row, reason)
+        self._rows.abandon(rows)
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
         """Make the loaded blocks of a job ready, and free the rows of blocks that were not loaded."""
         if job.is_expired:
-            for block in job.blocks:
-                self._rows.backend.free(block)
+            self._rows.release(job.rows)
             return
         ok = job.loaded_keys(result)
-        ready, until_s = [], self._clock() + self._hold_s
-        for block in job.blocks:
-            if block.key in ok and self._arrive(block, until_s):
-                ready.append(block)
+        ready, stored, until_s = list[int](), list[OffloadKey](), self._clock() + self._hold_s
+        for key, row in self._blocks_of(job):
+            if key in ok and self._arrive(key, row, until_s):
+                ready.append(row)
+                stored.append(key)
             else:
-                self._drop(block, result.cause)
-                self._rows.abandon([block])
-        self._rows.note_stored([block.key for block in ready])
+                self._drop(key, row, result.cause)
+                self._rows.abandon([row])
+        self._rows.note_stored(stored)
         if ready:
             self._cascade.offer_promoted(ready, job.metadata.req_context)
 
     def expired(self, job: SubmittedJob) -> None:
         """Make the keys of an expired load misses. The blocks stay with the job until the tier reports it."""
-        for block in job.blocks:
-            self._drop(block, Reason.EXPIRED)
-            self._rows.forget(block)
+        for key, row in self._blocks_of(job):
+            self._drop(key, row, Reason.EXPIRED)
+            self._rows.forget(row)
 
     def release(self, state: RequestState, keys: Iterable[OffloadKey] | None = None) -> None:
         """End holds of a request: on `keys`, which it loads, or by default on all blocks."""
         held = state.loads.held
         if keys is None:
-            blocks = list(held.values())
+            rows = list(held.values())
             held.clear()
         else:
-            blocks = [held.pop(key) for key in keys if key in held]
-            if blocks:  # the request has received blocks that it waited for
+            rows = [held.pop(key) for key in keys if key in held]
+            if rows:  # the request has received blocks that it waited for
                 state.lookups.end_wait()
         if not held:
             self.holders.pop(state, None)
-        for block in blocks:
-            holders = self._held.pop(block.block_id) - 1
+        for row in rows:
+            holders = self._held.pop(row) - 1
             if holders:
-                self._held[block.block_id] = holders
-        self._rows.unpin(blocks)
+                self._held[row] = holders
+        self._rows.unpin(rows)
 
     def release_overdue(self, now_s: float) -> None:
         """End expired holds."""
@@ -245,8 +245,8 @@ class Promotions:
                     self.batches.setdefault((guarded, promotion.waiters[0]), []).append(promotion)
                 else:
                     guarded.loads.reserved_blocks -= 1
-                    del self._table[promotion.block.key]
-                    self._rows.abandon([promotion.block])
+                    del self._table[promotion.key]
+                    self._rows.abandon([promotion.row])
         self.release(state)
 
     def reset(self) -> None:
@@ -260,7 +260,7 @@ class Promotions:
         batches, self.batches = self.batches, {}
         for (guarded, _), promotions in batches.items():
             guarded.loads.reserved_blocks -= len(promotions)
-            self._rows.abandon([promotion.block for promotion in promotions])
+            self._rows.abandon([promotion.row for promotion in promotions])
 
     def _worth(self, keys: Sequence[OffloadKey], guarded: GuardedTier, state: RequestState, backlog_s: float) -> int:
         """Return how many blocks of a batch are worth loading: they arrive before the engine would have computed them.
@@ -287,14 +287,14 @@ class Promotions:
             cost=state.cost,
         )
 
-    def _hand_on(self, blocks: Sequence[CPUBlock], cost: EngineCost) -> list[CPUBlock]:
+    def _hand_on(self, keys: Sequence[OffloadKey], cost: EngineCost) -> list[OffloadKey]:
         """Hand blocks that are too slow for one engine to requests of other engines; return blocks without any."""
         left = []
-        for block in blocks:
-            promotion = self._table[block.key]
+        for key in keys:
+            promotion = self._table[key]
             others = [state for state in promotion.waiters if state.cost is not cost]
             if not others:
-                left.append(block)
+                left.append(key)
                 continue
             promotion.waiters = [state for state in promotion.waiters if state.cost is cost]
             self._fail(promotion, Reason.TOO_SLOW)
@@ -313,39 +313,43 @@ class Promotions:
             self._fail(promotion, Reason.TOO_SLOW)
         return True
 
-    def _arrive(self, block: CPUBlock, until_s: float) -> bool:
+    @staticmethod
+    def _blocks_of(job: SubmittedJob) -> list[tuple[OffloadKey, int]]:
+        """Return the keys and rows of a job."""
+        return list(zip(job.metadata.keys, job.rows, strict=True))
+
+    def _arrive(self, key: OffloadKey, row: int, until_s: float) -> bool:
         """Make a loaded block ready, and hold it for the requests that wait; return False after a reset."""
-        key = block.key
         promotion = self._table.get(key)
-        if promotion is None or promotion.block is not block:  # reset in the meantime
+        if promotion is None or promotion.row != row:  # reset in the meantime
             return False
         del self._table[key]
         waiters = promotion.waiters
-        self._rows.commit([block], pins=len(waiters))
+        self._rows.commit([row], [key], pins=len(waiters))
         for state in waiters:
             state.loads.promoting.pop(key, None)
-            state.loads.sources[key] = block.source
-        self._hold(block, waiters, until_s)
+            state.loads.sources[key] = promotion.guarded.name
+        self._hold(key, row, waiters, until_s)
         return True
 
-    def _hold(self, block: CPUBlock, states: Sequence[RequestState], until_s: float) -> None:
+    def _hold(self, key: OffloadKey, row: int, states: Sequence[RequestState], until_s: float) -> None:
         """Hold a block for requests. The caller has pinned it once for each of them."""
         for state in states:
-            state.loads.held[block.key] = block
+            state.loads.held[key] = row
             state.loads.held_until_s = until_s
             self.holders[state] = None
-            self._held[block.block_id] = self._held.get(block.block_id, 0) + 1
+            self._held[row] = self._held.get(row, 0) + 1
 
-    def _drop(self, block: CPUBlock, reason: Reason) -> None:
+    def _drop(self, key: OffloadKey, row: int, reason: Reason) -> None:
         """End the promotion of a block after a failed load, unless it was reset meanwhile."""
-        promotion = self._table.get(block.key)
-        if promotion is not None and promotion.block is block:
-            del self._table[block.key]
+        promotion = self._table.get(key)
+        if promotion is not None and promotion.row == row:
+            del self._table[key]
             self._fail(promotion, reason)
 
     def _fail(self, promotion: Promotion, reason: Reason) -> None:
         """Let no request wait for a block any more, nor ask its tier for it again."""
-        key, is_undecided = promotion.block.key, promotion.is_ahead and reason is Reason.TOO_SLOW
+        key, is_undecided = promotion.key, promotion.is_ahead and reason is Reason.TOO_SLOW
         for state in promotion.waiters:
             state.loads.promoting.pop(key, None)
             if is_undecided:

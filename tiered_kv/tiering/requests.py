@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock, RequestChain
+from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.hints import HintReader, Hints
 from tiered_kv.metrics.history.ledger import RequestLog
 from tiered_kv.reasons import Fate, Reason
@@ -24,8 +24,8 @@ PAUSE_S_MAX = 1.0
 """Limit of the seconds between two lookups that count as a wait. In a longer pause the engine does not wait."""
 
 
-_PINS_MAX = 1 << 29
-"""More pins than a block has."""
+_ROWS_MAX = 1 << 60
+"""More rows than there are."""
 _NO_HINTS = Hints()
 
 
@@ -96,8 +96,8 @@ class LoadState:
 
     promoting: dict[OffloadKey, None] = field(default_factory=dict)
     """Blocks that are being promoted for it, in the order of its prefix."""
-    held: dict[OffloadKey, CPUBlock] = field(default_factory=dict)
-    """Promoted blocks, pinned until it loads them, or until `held_until_s`."""
+    held: dict[OffloadKey, int] = field(default_factory=dict)
+    """The rows of promoted blocks, pinned until it loads them, or until `held_until_s`."""
     held_until_s: float = 0.0
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """The tier that each promoted block came from."""
@@ -200,7 +200,7 @@ class RequestTable:
         self._load_skippers: set[str] = set()
         """Requests that load nothing: those with the hint `skip: load`, and the outdated ones."""
         self.ready_min = 0
-        """The least `ref_cnt` of a block for `lookup`'s fast path. While a request loads nothing, no block has it."""
+        """The least row for `lookup`'s fast path. While a request loads nothing, it is more than any row."""
         self._outdated: dict[str, None] = {}
         """Requests that began before a reset and have not ended, oldest first. They store and load nothing."""
         self.pushed_out: list[RequestState] = []
@@ -299,7 +299,7 @@ class RequestTable:
 
     def _skip_loads(self, req_id: str) -> None:
         self._load_skippers.add(req_id)
-        self.ready_min = _PINS_MAX
+        self.ready_min = _ROWS_MAX
 
     def _load_again(self, req_id: str) -> None:
         self._load_skippers.discard(req_id)

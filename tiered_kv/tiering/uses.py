@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.tiering.admission import Offer
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 
@@ -45,8 +45,7 @@ class Uses:
     """Gathers uses, reports them to the tiers, and offers blocks that a tier lacks. Owned by the manager's thread."""
 
     def __init__(self, rows: PrimaryRows, tiers: Sequence[GuardedTier], clock: Callable[[], float]) -> None:
-        self._numbers = {guarded.name: guarded.number for guarded in tiers}
-        self._tiers = [_Lacked(guarded, rows, self._numbers, clock) for guarded in tiers]
+        self._tiers = [_Lacked(guarded, rows, clock) for guarded in tiers]
         self._noted: list[list[OffloadKey]] = []  # the keys of each call, until the next report
         self._room = NOTED_MAX if tiers else 0  # keys that may still be noted
         self._told: set[OffloadKey] = set()  # reported keys that are left out of reports for now
@@ -125,12 +124,10 @@ class _Lacked:
         self,
         guarded: GuardedTier,
         rows: PrimaryRows,
-        numbers: dict[str, int],
         clock: Callable[[], float],
     ) -> None:
         self._guarded = guarded
         self._rows = rows
-        self._numbers = numbers
         self._clock = clock
         num_rows = rows.backend.num_blocks
         self.wanted: dict[OffloadKey, None] = {}
@@ -173,25 +170,27 @@ class _Lacked:
         if guarded.stores.blocks or now_s < self._after_s or (room := guarded.store_room()) <= 0:
             return
         room = min(room, max(1, guarded.stores.blocks_max // 2))  # new blocks get the other half
-        blocks: list[CPUBlock] = []
-        while self.wanted and len(blocks) < room:
+        offer, table = Offer([], [], self._rows.table.position.__getitem__), self._rows.table
+        while self.wanted and len(offer) < room:
             key = next(iter(self.wanted))
             del self.wanted[key]
             guarded.lacking.pop(key, None)
-            if (block := self._may_store(key)) is not None:
-                blocks.append(block)
+            if (row := self._may_store(key)) is not None:
+                offer.keys.append(key)
+                offer.rows.append(row)
         context = ReqContext()
-        blocks = guarded.select(blocks, context) if blocks else blocks
-        if blocks:
-            self._rows.pin(blocks)
-            guarded.account.offered_again(len(blocks))
-            if guarded.submit([block.key for block in blocks], blocks, context, self, is_promotion=False) is None:
-                self._rows.unpin(blocks)
+        offer.is_promoted = bool(offer.rows and table.source[offer.rows[0]])
+        taken = guarded.select(offer, context) if offer else offer
+        if taken:
+            self._rows.pin(taken.rows)
+            guarded.account.offered_again(len(taken))
+            if guarded.submit(taken.keys, taken.rows, context, self, is_promotion=False) is None:
+                self._rows.unpin(taken.rows)
                 self._pause()
 
     def ended(self, job: SubmittedJob, result: JobResult) -> None:
         """Release the blocks of a store; see `JobOwner`."""
-        self._rows.unpin(job.blocks)
+        self._rows.unpin(job.rows)
         if result.success:
             self._pause_s = 0.0
         elif not job.is_expired:
@@ -214,10 +213,10 @@ class _Lacked:
         while len(self.wanted) > WANTED_MAX:
             self.wanted.popitem()
 
-    def _may_store(self, key: OffloadKey) -> CPUBlock | None:
-        """Return the ready block of a key; None if there is none, or if a setting keeps it out of this tier."""
-        block = self._rows.blocks.get(key)
-        if block is None or block.ref_cnt < 0:
+    def _may_store(self, key: OffloadKey) -> int | None:
+        """Return the row of a ready block; None if there is none, or if a setting keeps it out of this tier."""
+        row = self._rows.index.get(key)
+        if row is None:
             return None
-        is_above = self._guarded.number < self._numbers.get(block.source, 0)
-        return None if is_above and not self._guarded.settings.fill_on_promotion else block
+        is_above = self._guarded.number < self._rows.table.source[row]
+        return None if is_above and not self._guarded.settings.fill_on_promotion else row

@@ -15,9 +15,8 @@ from itertools import islice
 from typing import Final
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.reasons import Reason
-from tiered_kv.tiering.admission import Admission, Selection
+from tiered_kv.tiering.admission import Admission, Offer, Selection
 
 MINUTE_S: Final = 60.0
 WINDOW_MINUTES: Final = 61
@@ -128,32 +127,33 @@ class WriteBudget(Admission):
     def begin(self, req_id: str) -> None:
         self._requests.pop(req_id, None)
 
-    def select(self, offered: list[CPUBlock], room: int, req_id: str) -> Selection:
+    def select(self, offered: Offer, room: int, req_id: str) -> Selection:
         self.tick()
         request = self._request(req_id)
         known, group = self._known(offered)
-        count = self._offer(offered[:known], group, room, request) if known else 0
+        count = self._offer(offered.keys[:known], group, room, request) if known else 0
         if known < len(offered):
             if request.group < 0:
-                request.group = self._group_of(offered[known].position, len(offered) - known)
-            count += self._offer(offered[known:], request.group, room - count, request)
-        stored, rest = offered[:count], offered[count:]
-        return Selection(stored, [], rest) if count == room else Selection(stored, rest, [])
+                position = offered.position_of(offered.rows[known])
+                request.group = self._group_of(position, len(offered) - known)
+            count += self._offer(offered.keys[known:], request.group, room - count, request)
+        stored, rest = offered.part(0, count), offered.keys[count:]
+        return Selection(stored, (), rest) if count == room else Selection(stored, rest, ())
 
     def note_hits(self, keys: Sequence[OffloadKey]) -> None:
         for offer in filter(None, map(self._offers.get, keys)):
             self._count_return(offer)
 
-    def again(self, loaded: list[CPUBlock], req_id: str) -> list[CPUBlock]:
+    def again(self, loaded: Offer, req_id: str) -> Offer:
         """Return the loaded blocks that were refused before."""
         places: set[int] = set()
-        for place, block in enumerate(loaded):
-            offer = self._offers.get(block.key)
+        for place, key in enumerate(loaded.keys):
+            offer = self._offers.get(key)
             if offer is not None and not offer.is_stored:
                 offer.is_held = True
                 start = place - offer.place
                 places.update(range(max(start, 0), min(start + offer.count, len(loaded))))
-        return [loaded[place] for place in sorted(places)]
+        return loaded.at(sorted(places))
 
     def _request(self, req_id: str) -> _Request:
         if not req_id:
@@ -163,13 +163,13 @@ class WriteBudget(Admission):
             self._requests.popitem(last=False)
         return request
 
-    def _known(self, offered: Sequence[CPUBlock]) -> tuple[int, int]:
+    def _known(self, offered: Offer) -> tuple[int, int]:
         """Return how many blocks at the head of an offer were offered before, and their group."""
-        is_promoted = bool(offered and offered[0].source)
+        is_promoted = offered.is_promoted
         known, group = len(offered) if is_promoted else 0, HELD if is_promoted else LOST
-        for place, block in enumerate(offered):
-            if block.key in self._offers:
-                offer = self._offers.pop(block.key)
+        for place, key in enumerate(offered.keys):
+            if key in self._offers:
+                offer = self._offers.pop(key)
                 known = max(known, place - offer.place + offer.count)
                 if offer.is_held:
                     group = HELD
@@ -186,7 +186,7 @@ class WriteBudget(Admission):
         turn = position > self._position_mean * SHARED_HEAD
         return NEW + turn * (len(SIZES) + 1) + bisect_right(SIZES, count / self._count_mean)
 
-    def _offer(self, offered: Sequence[CPUBlock], group: int, room: int, request: _Request) -> int:
+    def _offer(self, offered: Sequence[OffloadKey], group: int, room: int, request: _Request) -> int:
         """Offer blocks of one group; return how many of them, from the first on, are stored."""
         total, count = len(offered), 0
         if not request.is_cut:
@@ -202,7 +202,7 @@ class WriteBudget(Admission):
         self._offered += total
         self._seen[group] += total
         place = self._offered % total
-        self._offers[offered[place].key] = _Offer(group, total, place, place < count)
+        self._offers[offered[place]] = _Offer(group, total, place, place < count)
         if len(self._offers) > OFFERS_MAX:
             self._offers.popitem(last=False)
         return count

@@ -262,7 +262,7 @@ def _simulated(config: StackConfig, requests: Sequence[Request], servers: Sequen
         "written_blocks": total(PRIMARY_NAME, "stored_blocks_total"),
         "read_blocks": total(PRIMARY_NAME, "loaded_blocks_total"),
         "evicted_blocks": sum(server.primary.evicted_blocks for server in servers),
-        "used_bytes": sum(len(server.primary.blocks) for server in servers) * block_bytes,
+        "used_bytes": sum(len(server.primary) for server in servers) * block_bytes,
     }
     primary_bytes = config.primary_blocks * block_bytes
     tiers = {PRIMARY_NAME: use(PRIMARY_NAME, of_primary, primary_bytes, len(servers))}

@@ -8,84 +8,88 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from tiered_kv.cpu.backend import CPUBlock, RequestChain
+from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.policies.found import BUILT_IN_POLICIES, LOCATION, policies
+from tiered_kv.cpu.row_table import RowTable
 from tiered_kv.errors import ConfigError, remedy_of
 
-__all__ = ["BUILT_IN_POLICIES", "CachePolicy", "RequestChain", "make_policy", "policies"]
+__all__ = ["BUILT_IN_POLICIES", "CachePolicy", "RequestChain", "RowTable", "make_policy", "policies"]
 
 
 class CachePolicy(ABC):
     """Decides which evictable block is evicted next. Owned by the manager's thread.
 
-    A policy contains only blocks that may be evicted. The manager removes a block when it is pinned, and adds it again
-    when its last pin is gone. So `add` does not count as a use; only `use` and `admit` do. Within a request the tail
+    A policy names a block by the number of its row, and reads what belongs to the row in `table`. It contains only rows
+    whose block may be evicted. The manager removes a row when its block is pinned, and adds it again when the last pin
+    is gone. So `add` does not count as a use; only `use` and `admit` do. Within a request the tail
     must be evicted before the head: a block is worthless once a block before it in its prefix is gone. This holds
     between requests too: if a later request uses a head, the older request's tail must still go before it.
-    `CPUBlock.chain` is the request that used a block last, and `CPUBlock.position` its position in that request's
-    prefix. Positions may have gaps, and a block may be added after blocks of higher positions.
+    `table.chain[row]` is the request that used a block last, and `table.position[row]` its position in that request's
+    prefix. Positions may have gaps, and a row may be added after rows of higher positions.
 
     Args:
-        num_blocks: Blocks in the primary tier, pinned ones included.
+        table: The state of all rows, of which the policy changes only `chain` and `position`, by `RequestChain.take`.
 
     Attributes:
+        num_blocks: Rows of the primary tier, those of pinned blocks included.
         now_s: When the last request began, by a monotonic clock.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, table: RowTable) -> None:
+        self.table = table
+        self.num_blocks = table.num_blocks
         self.now_s = 0.0
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of blocks held."""
+        """Return the number of rows held."""
 
-    def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
-        """Note that `blocks` were allocated for new keys of `chain`'s request; `add` follows when they are written.
+    def admit(self, rows: Sequence[int], chain: RequestChain) -> None:
+        """Note that `rows` were allocated for new keys of `chain`'s request; `add` follows when they are written.
 
         They are in the order of the prefix as far as it is known. Their `chain` and `position` are not set yet.
         """
         return
 
     @abstractmethod
-    def add(self, blocks: Iterable[CPUBlock]) -> None:
-        """Add `blocks`, which have become evictable."""
+    def add(self, rows: Collection[int]) -> None:
+        """Add `rows`, whose blocks have become evictable."""
 
     @abstractmethod
-    def remove(self, blocks: Iterable[CPUBlock]) -> None:
-        """Remove `blocks`, which were pinned or deleted."""
+    def remove(self, rows: Collection[int]) -> None:
+        """Remove `rows`, whose blocks were pinned or deleted."""
 
-    def clear(self, blocks: Iterable[CPUBlock]) -> dict[Any, Any]:  # Any: the policy's own
-        """Remove all blocks at a reset of the cache; `blocks` are all of them. By default it removes each.
+    def clear(self, rows: Iterable[int]) -> list[Any]:  # Any: the policy's own
+        """Remove all rows at a reset of the cache; `rows` are all of them. By default it removes each.
 
-        An override that does not iterate over `blocks` lets a reset of many blocks end at once. It may return a
-        dictionary that the policy does not use any more; the caller drops it in parts.
+        An override that does not iterate over `rows` lets a reset of many blocks end at once. It may return a list of
+        what the policy does not use any more; the caller drops it in parts.
         """
-        self.remove(list(blocks))
-        return {}
+        self.remove(list(rows))
+        return []
 
     @abstractmethod
-    def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
-        """Note that the request of `chain` uses `blocks`, in the order of its prefix; set their `chain` and `position`.
+    def use(self, rows: Sequence[int], chain: RequestChain) -> None:
+        """Note that the request of `chain` uses `rows`, in the order of its prefix; set their `chain` and `position`.
 
-        Some of them may be pinned.
+        Some of their blocks may be pinned.
         """
 
     @abstractmethod
-    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[CPUBlock] | None:
-        """Remove and return the `count` least valuable blocks.
+    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[int] | None:
+        """Remove and return the rows of the `count` least valuable blocks.
 
         Args:
             count: Number of blocks.
-            step: The current step. Blocks with this `step` are not evicted.
+            step: The current step. Rows with this `table.step` are not evicted.
             spare: The request that needs the room; its own blocks are not evicted, unless it stores and the others are
                 worth more. The manager has just called `use` for it.
 
         Returns:
-            The blocks; or None, with nothing changed, if too few can be evicted.
+            The rows; or None, with nothing changed, if too few can be evicted.
         """
 
     def end_step(self) -> None:
@@ -93,21 +97,21 @@ class CachePolicy(ABC):
         return
 
 
-def make_policy(name: str, num_blocks: int) -> CachePolicy:
-    """Return a policy for `num_blocks` blocks by its name in `found.policies`, or by "module:Class".
+def make_policy(name: str, table: RowTable) -> CachePolicy:
+    """Return a policy over `table` by its name in `found.policies`, or by "module:Class".
 
     Raises:
         ConfigError: There is no such policy, or the class is not a `CachePolicy`.
     """
     try:
-        policy: object = _load(name)(num_blocks)
+        policy: object = _load(name)(table)
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:  # any exception that a third-party module raises, SystemExit too
         if remedy_of(error):
             raise
         raise ConfigError(
-            f"the policy {name!r} cannot be made for {num_blocks} blocks: {type(error).__name__}: {error}",
+            f"the policy {name!r} cannot be made for {table.num_blocks} blocks: {type(error).__name__}: {error}",
             location=LOCATION,
         ) from error
     if not isinstance(policy, CachePolicy):

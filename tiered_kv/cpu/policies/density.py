@@ -14,15 +14,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import NO_KEY, PROMOTION, CPUBlock, RequestChain
+from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.hit_density import AGES_PER_TURNOVER, BUCKETS, EDGES, HitDensity
 from tiered_kv.cpu.policies import CachePolicy
 from tiered_kv.cpu.policies.tails import Tail, TailOrder, runs_of
+from tiered_kv.cpu.row_table import NO_KEY, RowTable
 from tiered_kv.hints import Hints
 
 LEARN_EVERY = 64
@@ -82,8 +83,8 @@ _since = attrgetter("since")
 class DensityPolicy(CachePolicy):
     """Evicts from the tail with the lowest hit density, learned from the requests so far."""
 
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
+    def __init__(self, table: RowTable) -> None:
+        super().__init__(table)
         self._admitted = 0  # blocks since a request last began
         self._admitted_mean = 0.0
         self._begun = 0  # requests so far
@@ -94,20 +95,20 @@ class DensityPolicy(CachePolicy):
         self._ghosts: OrderedDict[OffloadKey, Tail] = OrderedDict()  # evicted tails, by their first evicted block
         self._aging: list[deque[Tail]] = [deque() for _ in range(BUCKETS)]  # tails by bucket, the oldest first
         self._density = HitDensity(KINDS, KIND_GROUPS, decay=DECAY)
-        self._order = TailOrder(self._density.level)
+        self._order = TailOrder(table, self._density.level)
         self._kinds = {(0, 0, 0): 0}  # the kinds of own tails, by class of `expect_return`, priority and pace
         self._priority_mean = 0.0
 
     def __len__(self) -> int:
         return self._order.size
 
-    def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+    def admit(self, rows: Sequence[int], chain: RequestChain) -> None:
         own: Tail = chain.note or self._begin(chain)
-        own.is_storing = own.is_storing or not blocks or blocks[0].writer != PROMOTION
-        new = len(blocks)
+        own.is_storing = own.is_storing or not rows or not self.table.source[rows[0]]
+        new, key_of = len(rows), self.table.key
         self._admitted += new
-        for block in blocks if self._ghosts else ():
-            tail = self._ghosts.pop(block.key, None)
+        for row in rows if self._ghosts else ():
+            tail = self._ghosts.pop(key_of[row], None)
             if tail is not None:
                 new -= tail.lost
                 if not own.turn:
@@ -119,23 +120,25 @@ class DensityPolicy(CachePolicy):
         own.new_blocks += new
         self._new_blocks += new
 
-    def add(self, blocks: Iterable[CPUBlock]) -> None:
-        for tail in self._order.add(blocks):
+    def add(self, rows: Collection[int]) -> None:
+        for tail in self._order.add(rows):
             self._file(tail)
 
-    def remove(self, blocks: Iterable[CPUBlock]) -> None:
-        self._order.take_out(blocks)
+    def remove(self, rows: Collection[int]) -> None:
+        self._order.take_out(rows)
 
-    def clear(self, blocks: Iterable[CPUBlock]) -> dict[Any, Any]:  # Any: the policy's own
+    def clear(self, rows: Iterable[int]) -> list[Any]:  # Any: the policy's own
         return self._order.clear()
 
-    def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+    def use(self, rows: Sequence[int], chain: RequestChain) -> None:
         own: Tail = chain.note or self._begin(chain)
-        if all(block.chain is chain for block in blocks):
+        table = self.table
+        chain_of, position_of, ref_cnt = table.chain, table.position, table.ref_cnt
+        if all(chain_of[row] is chain for row in rows):
             return
-        runs = [(tail, run) for tail, run in runs_of(blocks) if run[0].chain is not chain]
-        held = self._order.take_out([block for block in blocks if block.ref_cnt <= 0])
-        cut: CPUBlock | None = None  # the last block that is shared
+        runs = [(tail, run) for tail, run in runs_of(rows, table) if chain_of[run[0]] is not chain]
+        held = self._order.take_out([row for row in rows if ref_cnt[row] <= 0])
+        cut = -1  # the row of the last block that is shared
         is_late = own.is_storing or own.end > 0  # others stored these blocks after it had begun: no hits
         if runs and is_late:
             own.turn = max(own.turn, *(tail.turn for tail, _ in runs))
@@ -143,23 +146,23 @@ class DensityPolicy(CachePolicy):
             # A request that continues from the end of another's tail takes it over. Otherwise the used part is shared.
             source, run = runs[-1]
             cut = run[-1]
-            if not source.is_shared and cut.position >= source.end - (1 + SLACK_BLOCKS) * source.step:
+            if not source.is_shared and position_of[cut] >= source.end - (1 + SLACK_BLOCKS) * source.step:
                 own.turn = source.turn + 1
                 self._correct(own, source, chain.hints)
-                source, cut = (runs[-2][0], runs[-2][1][-1]) if len(runs) > 1 else (source, None)
-            if cut is not None:
+                source, cut = (runs[-2][0], runs[-2][1][-1]) if len(runs) > 1 else (source, -1)
+            if cut >= 0:
                 turn = source.turn + 1 if source.is_shared else 1
                 own.shared = Tail(own.number, own.since, is_shared=True, turn=turn, kind=1)
         for tail, run in runs:
-            self._returned(tail, tail.count(run), is_late)
+            self._returned(tail, tail.count([position_of[row] for row in run]), is_late)
             self._order.hang(tail, run[-1])
-        chain.take(blocks)
-        if own.shared is not None and cut is not None:
+        chain.take(rows, table)
+        if own.shared is not None and cut >= 0:
             self._order.hang(own, cut)
-            own.start = own.end = own.shared.end = cut.position + 1
+            own.start = own.end = own.shared.end = position_of[cut] + 1
         self.add(held)
 
-    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[CPUBlock] | None:
+    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[int] | None:
         if count > len(self):
             return None
         own: Tail | None = spare.note if spare is not None else None
@@ -169,7 +172,7 @@ class DensityPolicy(CachePolicy):
         if cuts is None:
             return None
         self._remember(cuts)
-        return [block for _, cut in cuts for block in cut]
+        return [row for _, cut in cuts for row in cut]
 
     def end_step(self) -> None:
         self.add(self._order.end_step())
@@ -254,7 +257,7 @@ class DensityPolicy(CachePolicy):
                     tail.group = tail.kind * KIND_GROUPS + tail.group % KIND_GROUPS
                 cell = tail.group * BUCKETS + bucket
                 tail.bucket = bucket + 1
-                tail.is_aging = bool(tail.blocks or tail.ghost)  # else no return of it would be noticed
+                tail.is_aging = bool(tail.rows or tail.ghost)  # else no return of it would be noticed
                 if tail.is_aging:
                     if not bucket:
                         seen[cell] += tail.share
@@ -280,16 +283,17 @@ class DensityPolicy(CachePolicy):
                 if not tail.bucket:
                     self._density.seen[cell] += part
 
-    def _remember(self, cuts: Sequence[tuple[Tail, Sequence[CPUBlock]]]) -> None:
+    def _remember(self, cuts: Sequence[tuple[Tail, Sequence[int]]]) -> None:
         """Keep the key of each tail's first evicted block: a prompt that returns asks for it first."""
-        ghosts = self._ghosts
+        ghosts, key_of, position_of = self._ghosts, self.table.key, self.table.position
         for tail, cut in cuts:
             if cut:
-                if not tail.lost or cut[-1].position < tail.end:
+                positions = [position_of[row] for row in cut]
+                if not tail.lost or positions[-1] < tail.end:
                     ghosts.pop(tail.ghost, None)
-                    tail.ghost, tail.end = cut[-1].key, cut[-1].position
+                    tail.ghost, tail.end = key_of[cut[-1]], positions[-1]
                     ghosts[tail.ghost] = tail
-                tail.lost += tail.count(cut)
+                tail.lost += tail.count(positions)
         while len(ghosts) > GHOSTS_MIN + self.num_blocks // GHOST_BLOCKS:
             _, tail = ghosts.popitem(last=False)
             tail.lost, tail.ghost = 0, NO_KEY

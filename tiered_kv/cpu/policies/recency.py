@@ -9,42 +9,37 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
-from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import CPUBlock, RequestChain
+from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.policies import CachePolicy
+from tiered_kv.cpu.policies.ghosts import Ghosts
+from tiered_kv.cpu.row_table import RowTable
 
 QUEUE_SPARE = 64
-"""How many entries of a queue may be out of date, besides one for each chain."""
-_position_of = attrgetter("position")
+"""How many entries of a queue may be out of date, besides one for each chain. A stack has as many spare entries."""
 
 
 class _Stack:
-    """The evictable blocks of one chain, by block_id; sorted by position only when a pop finds them out of order."""
+    """The rows of one chain; sorted by position only when a pop finds them out of order.
 
-    __slots__ = ("blocks", "is_sorted", "top")
+    A row that leaves keeps its entry, and gets another one when it comes back: to leave costs no search. An entry
+    counts if `stack_of` names this stack for its row, and no later entry names the same row.
+    """
+
+    __slots__ = ("count", "is_sorted", "rows", "top")
 
     def __init__(self) -> None:
-        self.blocks: dict[int, CPUBlock] = {}
+        self.rows: list[int] = []
+        self.count = 0  # rows whose entries count
         self.top = -1  # the largest position
         self.is_sorted = True
 
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def sort(self) -> None:
-        if not self.is_sorted:
-            self.blocks = {block.block_id: block for block in sorted(self.blocks.values(), key=_position_of)}
-            self.is_sorted = True
-
 
 class ChainOrder:
-    """Evictable blocks: the least recently used chain first, and within a chain the tail first.
+    """Evictable rows: the least recently used chain first, and within a chain the tail first.
 
     In an LRU list of blocks, each use of a request would have to move all of its blocks, so that the tail goes before
     the head. Here the list contains *chains*, one for each request. A chain is a stack of the blocks that its request
@@ -58,74 +53,76 @@ class ChainOrder:
     becomes more recent than its head. Engines name all blocks when they schedule a request, which restores the order.
 
     Owned by the manager's thread.
+
+    Args:
+        table: The state of the rows.
+        stack_of: The stack of each row; None for a row that is in no stack. Several orders may share it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, table: RowTable, stack_of: list[_Stack | None]) -> None:
+        self._table = table
         self.stacks: dict[RequestChain, _Stack] = {}
+        self._stack_of = stack_of
         # A heap by last use. An entry is out of date if its chain was used later, or has no blocks any more.
         self._queue: list[tuple[int, int, RequestChain]] = []
         self._numbers = itertools.count()  # decide between entries of one use: chains have no order
-        self._held: dict[
-            int, CPUBlock
-        ] = {}  # set aside in this step; by block_id, since ctypes structures have no hash
+        self._held: dict[int, None] = {}  # set aside in this step
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
-    def add(self, blocks: Iterable[CPUBlock]) -> None:
-        """Add blocks that are not in the order."""
+    def add(self, rows: Collection[int]) -> None:
+        """Add rows that are not in the order."""
+        chain_of, position_of, stack_of = self._table.chain, self._table.position, self._stack_of
+        if len(stack_of) < len(chain_of):
+            stack_of += [None] * (len(chain_of) - len(stack_of))
         chain: RequestChain | None = None
         stack = _Stack()
-        for block in blocks:
-            if block.chain is not chain:
-                chain = block.chain
+        append, top = stack.rows.append, -1
+        for row in rows:
+            if chain_of[row] is not chain:
+                stack.top = top
+                chain = chain_of[row]
                 assert chain is not None
                 stack = self.stacks.get(chain) or self._begin(chain)
-            position = block.position
-            stack.blocks[block.block_id] = block
-            if position >= stack.top:
-                stack.top = position
+                self._shrink(stack)
+                append, top = stack.rows.append, stack.top
+            append(row)
+            stack_of[row] = stack
+            stack.count += 1
+            position = position_of[row]
+            if position >= top:
+                top = position
             else:
                 stack.is_sorted = False
-            self._size += 1
+        stack.top = top
+        self._size += len(rows)
 
-    def discard(self, block: CPUBlock) -> bool:
-        """Remove a block if it is in the order, and return whether it was."""
-        chain = block.chain
-        stack = self.stacks.get(chain) if chain is not None else None
-        if stack is not None and stack.blocks.get(block.block_id) is block:
-            del stack.blocks[block.block_id]
-            if not stack.blocks:
-                assert chain is not None
-                del self.stacks[chain]
-        elif block.block_id in self._held:
-            del self._held[block.block_id]
-        else:
-            return False
-        self._size -= 1
-        return True
-
-    def discard_all(self, blocks: Iterable[CPUBlock]) -> None:
-        """Remove `blocks`, as far as they are in the order; cheaper than `discard` of each."""
-        chain: RequestChain | None = None
-        stack: dict[int, CPUBlock] | None = None
-        for block in blocks:
-            if block.chain is not chain:
-                if not stack and chain is not None:
-                    self.stacks.pop(chain, None)
-                chain = block.chain
-                found = self.stacks.get(chain) if chain is not None else None
-                stack = None if found is None else found.blocks
-            row = block.block_id
-            if stack and stack.get(row) is block:
-                del stack[row]
-                self._size -= 1
-            elif row in self._held:
-                del self._held[row]
-                self._size -= 1
-        if not stack and chain is not None:
-            self.stacks.pop(chain, None)
+    def discard(self, rows: Iterable[int]) -> list[int]:
+        """Remove those of `rows` that are in the order, and return them."""
+        stack_of, held = self._stack_of, self._held
+        known = len(stack_of)
+        removed = []
+        left: _Stack | None = None  # the stack of the row before
+        for row in rows:
+            stack = stack_of[row] if row < known else None
+            if stack is not None:
+                stack_of[row] = None
+                stack.count -= 1
+                if not stack.count:
+                    self._forget(row)
+                if stack is not left:
+                    self._shrink(left)
+                    left = stack
+            elif row in held:
+                del held[row]
+            else:
+                continue
+            removed.append(row)
+        self._shrink(left)
+        self._size -= len(removed)
+        return removed
 
     def oldest(self) -> RequestChain | None:
         """Return the least recently used chain, or None if the order is empty."""
@@ -141,49 +138,85 @@ class ChainOrder:
         return None
 
     def depth(self, chain: RequestChain) -> int:
-        """Return the position of a chain's deepest block; -1 if it has none here."""
+        """Return the position of a chain's deepest row; -1 if it has none here."""
         stack = self.stacks.get(chain)
-        if stack is None:
-            return -1
-        stack.sort()
-        return next(reversed(stack.blocks.values())).position
+        return -1 if stack is None else self._table.position[self._last(stack)]
 
-    def pop(self, count: int, step: int, spare: RequestChain | None) -> list[CPUBlock]:
-        """Remove and return up to `count` blocks in the order of eviction, none of the chain `spare`.
+    def pop(self, count: int, step: int, spare: RequestChain | None) -> list[int]:
+        """Remove and return up to `count` rows in the order of eviction, none of the chain `spare`.
 
-        Blocks with this `step` are set aside until the step ends, so each is visited once a step at most. `spare` must
+        Rows with this `step` are set aside until the step ends, so each is visited once a step at most. `spare` must
         be the most recently used chain.
         """
-        popped: list[CPUBlock] = []
+        popped: list[int] = []
         while len(popped) < count and (chain := self.oldest()) is not None and chain is not spare:
             popped += self.pop_from(chain, count - len(popped), step)
         return popped
 
-    def pop_from(self, chain: RequestChain, count: int, step: int) -> list[CPUBlock]:
-        """Remove and return up to `count` blocks of a chain that has some, the deepest first."""
-        popped: list[CPUBlock] = []
-        stack = self.stacks[chain]
-        stack.sort()
-        blocks = stack.blocks
-        while blocks and len(popped) < count:
-            block_id, block = blocks.popitem()
-            if block.step == step:
-                self._held[block_id] = block
+    def pop_from(self, chain: RequestChain, count: int, step: int) -> list[int]:
+        """Remove and return up to `count` rows of a chain that has some, the deepest first."""
+        popped: list[int] = []
+        stack, stack_of, step_of = self.stacks[chain], self._stack_of, self._table.step
+        self._last(stack)
+        pop, left = stack.rows.pop, stack.count
+        while left and len(popped) < count:
+            row = pop()
+            if stack_of[row] is not stack:
+                continue
+            stack_of[row] = None
+            left -= 1
+            if step_of[row] == step:
+                self._held[row] = None
             else:
-                popped.append(block)
-        if blocks:
-            stack.top = next(reversed(blocks.values())).position
+                popped.append(row)
+        stack.count = left
+        if left:
+            stack.top = self._table.position[self._last(stack)]
         else:
             del self.stacks[chain]
         self._size -= len(popped)
         return popped
 
     def end_step(self) -> None:
-        """Put back the blocks that were set aside."""
+        """Put back the rows that were set aside."""
         if self._held:
             held, self._held = self._held, {}
             self._size -= len(held)
-            self.add(held.values())
+            self.add(held)
+
+    def remains(self) -> list[Any]:  # Any: parts of this order
+        """Return what the order consists of, for a caller that drops it in parts. The order is not used any more."""
+        return [self._queue, self.stacks]
+
+    def _last(self, stack: _Stack) -> int:
+        """Return the row at the top of a stack that has some; sort it if needed."""
+        rows, stack_of = stack.rows, self._stack_of
+        if not stack.is_sorted:
+            self._tidy(stack)
+            rows = stack.rows
+        while stack_of[rows[-1]] is not stack:
+            rows.pop()
+        return rows[-1]
+
+    def _tidy(self, stack: _Stack) -> None:
+        """Drop the entries that do not count, and sort the others."""
+        stack_of = self._stack_of
+        rows = [row for row in dict.fromkeys(reversed(stack.rows)) if stack_of[row] is stack]
+        rows.reverse()
+        if not stack.is_sorted:
+            rows.sort(key=self._table.position.__getitem__)
+        stack.rows, stack.is_sorted = rows, True
+
+    def _shrink(self, stack: _Stack | None) -> None:
+        """Drop the entries of a stack that do not count, if they are more than the others."""
+        if stack is not None and len(stack.rows) > 2 * stack.count + QUEUE_SPARE:
+            self._tidy(stack)
+
+    def _forget(self, row: int) -> None:
+        """Forget the chain of a row, which was its last one."""
+        chain = self._table.chain[row]
+        assert chain is not None
+        del self.stacks[chain]
 
     def _begin(self, chain: RequestChain) -> _Stack:
         if len(self._queue) > 2 * len(self.stacks) + QUEUE_SPARE:
@@ -197,36 +230,36 @@ class ChainOrder:
 class LRUPolicy(CachePolicy):
     """Evicts from the request that was used least recently, its tail first."""
 
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self._order = ChainOrder()
+    def __init__(self, table: RowTable) -> None:
+        super().__init__(table)
+        self._order = ChainOrder(table, [])
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+    def admit(self, rows: Sequence[int], chain: RequestChain) -> None:
         chain.refresh()
 
-    def add(self, blocks: Iterable[CPUBlock]) -> None:
-        self._order.add(blocks)
+    def add(self, rows: Collection[int]) -> None:
+        self._order.add(rows)
 
-    def remove(self, blocks: Iterable[CPUBlock]) -> None:
-        self._order.discard_all(blocks)
+    def remove(self, rows: Collection[int]) -> None:
+        self._order.discard(rows)
 
-    def clear(self, blocks: Iterable[CPUBlock]) -> dict[Any, Any]:  # Any: the policy's own
-        stacks, self._order = self._order.stacks, ChainOrder()
-        return stacks
+    def clear(self, rows: Iterable[int]) -> list[Any]:  # Any: parts of an order
+        old, self._order = self._order, ChainOrder(self.table, [])
+        return old.remains()
 
-    def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
-        order = self._order
+    def use(self, rows: Sequence[int], chain: RequestChain) -> None:
+        order, chain_of = self._order, self.table.chain
         chain.refresh()
-        if all(block.chain is chain for block in blocks):
+        if all(chain_of[row] is chain for row in rows):
             return
-        evictable = [block for block in blocks if block.ref_cnt <= 0 and order.discard(block)]
-        chain.take(blocks)
+        evictable = order.discard(rows)
+        chain.take(rows, self.table)
         order.add(evictable)
 
-    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[CPUBlock] | None:
+    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[int] | None:
         if count > len(self._order):
             return None
         victims = self._order.pop(count, step, spare)
@@ -252,64 +285,68 @@ class ARCPolicy(CachePolicy):
     block would be its head.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self._recent = ChainOrder()  # T1
-        self._frequent = ChainOrder()  # T2
-        self._lists = self._recent, self._frequent
-        self._recent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()  # B1
-        self._frequent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()  # B2
+    def __init__(self, table: RowTable) -> None:
+        super().__init__(table)
+        self._is_frequent = bytearray()  # by row: whether its block was seen used again
+        self._recent_ghosts, self._frequent_ghosts = Ghosts(), Ghosts()  # B1, B2
         self._recent_target = 0.0  # blocks that T1 should have
+        self._begin()
+
+    def _begin(self) -> None:
+        stack_of: list[Any] = []  # Any: `ChainOrder`'s own type
+        self._recent, self._frequent = ChainOrder(self.table, stack_of), ChainOrder(self.table, stack_of)  # T1, T2
+        self._lists = self._recent, self._frequent
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)
 
-    def admit(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+    def admit(self, rows: Sequence[int], chain: RequestChain) -> None:
         chain.refresh()
-        recent, frequent = self._recent_ghosts, self._frequent_ghosts
-        for block in blocks:
-            key = block.key
-            if key in recent:
-                step = max(1.0, len(frequent) / len(recent))
+        recent, frequent, key_of = self._recent_ghosts, self._frequent_ghosts, self.table.key
+        self._is_frequent += bytes(len(self.table) - len(self._is_frequent))
+        for row in rows:
+            key, is_frequent = key_of[row], False
+            if recent.discard(key):
+                step = max(1.0, len(frequent) / (len(recent) + 1))
                 self._recent_target = min(self._recent_target + step, float(self.num_blocks))
-                del recent[key]
-            elif key in frequent:
-                step = max(1.0, len(recent) / len(frequent))
+                is_frequent = not chain.note
+            elif frequent.discard(key):
+                step = max(1.0, len(recent) / (len(frequent) + 1))
                 self._recent_target = max(self._recent_target - step, 0.0)
-                del frequent[key]
+                is_frequent = not chain.note
             else:
                 chain.note = True  # it has a new block in T1
-                continue
-            block.is_frequent = not chain.note
+            self._is_frequent[row] = is_frequent
 
-    def add(self, blocks: Iterable[CPUBlock]) -> None:
-        for is_frequent, group in groupby(blocks, key=lambda block: block.is_frequent):
-            (self._frequent if is_frequent else self._recent).add(group)
+    def add(self, rows: Collection[int]) -> None:
+        for is_frequent, group in groupby(rows, key=self._is_frequent.__getitem__):
+            self._lists[is_frequent].add(list(group))
 
-    def remove(self, blocks: Iterable[CPUBlock]) -> None:
-        for block in blocks:
-            self._discard(block)
+    def remove(self, rows: Collection[int]) -> None:
+        self._discard(rows)
 
-    def clear(self, blocks: Iterable[CPUBlock]) -> dict[Any, Any]:  # Any: the policy's own
-        recent, frequent = self._recent.stacks, self._frequent.stacks
-        self._recent, self._frequent = self._lists = ChainOrder(), ChainOrder()
-        return {**recent, **{(chain, "frequent"): stack for chain, stack in frequent.items()}}
+    def clear(self, rows: Iterable[int]) -> list[Any]:  # Any: parts of orders
+        remains = [*self._recent.remains(), *self._frequent.remains()]
+        self._begin()
+        return remains
 
-    def use(self, blocks: Sequence[CPUBlock], chain: RequestChain) -> None:
+    def use(self, rows: Sequence[int], chain: RequestChain) -> None:
         chain.refresh()
-        if all(block.chain is chain for block in blocks):
+        chain_of = self.table.chain
+        moved = [row for row in rows if chain_of[row] is not chain]
+        if not moved:
             return
-        evictable = [block for block in blocks if self._discard(block)]
-        for block in blocks:
-            if block.chain is not chain and block.chain is not None:
-                block.is_frequent = True
-        chain.take(blocks)
+        evictable = self._discard(rows)
+        for row in moved:
+            if chain_of[row] is not None:
+                self._is_frequent[row] = True
+        chain.take(rows, self.table)
         self.add(evictable)
 
-    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[CPUBlock] | None:
+    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[int] | None:
         if count > len(self):
             return None
-        victims: list[CPUBlock] = []
+        victims: list[int] = []
         while len(victims) < count:
             chosen = self._choose(spare)
             if chosen is None:
@@ -317,8 +354,9 @@ class ARCPolicy(CachePolicy):
                 return None
             order, chain, most = chosen
             victims += order.pop_from(chain, min(most, count - len(victims)), step)
-        for block in victims:
-            (self._frequent_ghosts if block.is_frequent else self._recent_ghosts)[block.key] = None
+        key_of, is_frequent = self.table.key, self._is_frequent
+        for row in victims:
+            (self._frequent_ghosts if is_frequent[row] else self._recent_ghosts).add(key_of[row])
         self._trim_ghosts()
         return victims
 
@@ -326,8 +364,18 @@ class ARCPolicy(CachePolicy):
         self._recent.end_step()
         self._frequent.end_step()
 
-    def _discard(self, block: CPUBlock) -> bool:
-        return (self._frequent if block.is_frequent else self._recent).discard(block)
+    def _discard(self, rows: Collection[int]) -> list[int]:
+        is_frequent = self._is_frequent
+        frequent = [row for row in rows if is_frequent[row]]
+        if not frequent:
+            return self._recent.discard(rows)
+        if len(frequent) == len(rows):
+            return self._frequent.discard(rows)
+        removed = {
+            *self._frequent.discard(frequent),
+            *self._recent.discard(row for row in rows if not is_frequent[row]),
+        }
+        return [row for row in rows if row in removed]
 
     def _choose(self, spare: RequestChain | None) -> tuple[ChainOrder, RequestChain, int] | None:
         """Return the list that evicts next, its chain, and how many blocks to evict before the next choice; or None."""
@@ -349,8 +397,8 @@ class ARCPolicy(CachePolicy):
 
     def _trim_ghosts(self) -> None:
         # The paper's bounds: T1 and B1 together hold at most c keys, all four lists at most 2c.
-        while self._recent_ghosts and len(self._recent) + len(self._recent_ghosts) > self.num_blocks:
-            self._recent_ghosts.popitem(last=False)
+        while len(self._recent_ghosts) and len(self._recent) + len(self._recent_ghosts) > self.num_blocks:
+            self._recent_ghosts.pop()
         room = 2 * self.num_blocks - len(self) - len(self._recent_ghosts)
         while len(self._frequent_ghosts) > room:
-            self._frequent_ghosts.popitem(last=False)
+            self._frequent_ghosts.pop()

@@ -21,14 +21,15 @@ from typing import Any
 import numpy as np
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.backend import NO_KEY, CPUBlock, RequestChain
+from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.hit_density import BUCKETS
+from tiered_kv.cpu.row_table import NO_KEY, RowTable
 
 CIRCLE_MAX = 100
 """Limit of tails in a circle of waiting tails; a longer circle is not detected."""
 QUEUE_SPARE = 64
 """Entries that a cell may have beyond twice the number of its tails, before it removes those that are out of date."""
-_id_of, _position_of, _size_of = attrgetter("block_id"), attrgetter("position"), attrgetter("size")
+_size_of = attrgetter("size")
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +50,8 @@ class Tail:
     pace: float | None = None
     """Time between the requests of its session: the logarithm of seconds, as a running mean. None before the second."""
     new_blocks: int = 0  # number of blocks that the request added
-    blocks: dict[int, CPUBlock] = field(default_factory=dict)  # evictable, by block_id
-    is_sorted: bool = True  # whether `blocks` is in the order of positions
+    rows: dict[int, None] = field(default_factory=dict)  # of evictable blocks
+    is_sorted: bool = True  # whether `rows` is in the order of positions
     start: int = 0  # first position
     end: int = 0  # first position that is not resident; later blocks are orphans
     step: int = 1  # from one position to the next
@@ -70,31 +71,32 @@ class Tail:
         """Return the number of its positions, the evicted ones included."""
         return (self.end - self.start) // self.step + self.lost
 
-    def count(self, blocks: Sequence[CPUBlock]) -> int:
-        """Return the number of positions of its blocks; several KV cache groups have the same positions."""
-        return min(len(blocks), abs(blocks[-1].position - blocks[0].position) // self.step + 1)
+    def count(self, positions: Sequence[int]) -> int:
+        """Return how many of its positions are in `positions`, which rise or fall; several groups share positions."""
+        return min(len(positions), abs(positions[-1] - positions[0]) // self.step + 1)
 
-    def first(self) -> int:
-        """Sort the blocks if needed, and return the lowest position."""
+    def first(self, table: RowTable) -> int:
+        """Sort the rows if needed, and return the lowest position."""
         if not self.is_sorted:
-            self.blocks = {block.block_id: block for block in sorted(self.blocks.values(), key=_position_of)}
+            self.rows = dict.fromkeys(sorted(self.rows, key=table.position.__getitem__))
             self.is_sorted = True
-        return next(iter(self.blocks.values())).position
+        return table.position[next(iter(self.rows))]
 
 
-def runs_of(blocks: Iterable[CPUBlock]) -> Iterator[tuple[Tail, list[CPUBlock]]]:
-    """Yield runs of consecutive blocks of one tail; blocks without a tail are left out."""
+def runs_of(rows: Iterable[int], table: RowTable) -> Iterator[tuple[Tail, list[int]]]:
+    """Yield runs of consecutive rows of one tail; rows without a tail are left out."""
+    chain_of, position_of = table.chain, table.position
     chain: RequestChain | None = None
     tail: Tail | None = None
     start, stop = 0.0, 0.0
-    run: list[CPUBlock] = []
-    for block in blocks:
-        position = block.position
-        if block.chain is not chain or not start <= position < stop:
+    run: list[int] = []
+    for row in rows:
+        position = position_of[row]
+        if chain_of[row] is not chain or not start <= position < stop:
             if tail is not None and run:
                 yield tail, run
             run = []
-            chain = block.chain
+            chain = chain_of[row]
             tail = chain.note if chain is not None else None
             start, stop = 0, math.inf
             if tail is not None and tail.shared is not None:
@@ -102,7 +104,7 @@ def runs_of(blocks: Iterable[CPUBlock]) -> Iterator[tuple[Tail, list[CPUBlock]]]
                     tail, stop = tail.shared, tail.start
                 else:
                     start = tail.start
-        run.append(block)
+        run.append(row)
     if tail is not None and run:
         yield tail, run
 
@@ -136,17 +138,18 @@ class _Cell:
 
 
 class TailOrder:
-    """The evictable blocks by tail. The oldest tail of the lowest level loses blocks first.
+    """The rows of evictable blocks by tail. The oldest tail of the lowest level loses blocks first.
 
     Tails wait in cells, one for each group and age: cell `group * BUCKETS + bucket`. `levels` has a number for each
     cell: its hit density, in steps (`HitDensity.level`). Owned by the manager's thread.
     """
 
-    def __init__(self, levels: Sequence[float]) -> None:
+    def __init__(self, table: RowTable, levels: Sequence[float]) -> None:
+        self._table = table
         self.size = 0
         self._cells: list[_Cell] = []
         self._mask = 0  # its nth bit stands for the nth cell of the order
-        self._protected: dict[int, CPUBlock] = {}  # by block_id: looked up in this step
+        self._protected: dict[int, None] = {}  # rows that were looked up in this step
         self._hanging: dict[OffloadKey, int] = {}  # number of attached tails, by the key of their parent
         self._blocked: dict[OffloadKey, Tail] = {}
         """Tails that are in no cell while other tails are attached to their last block, by that block's key."""
@@ -165,21 +168,23 @@ class TailOrder:
         self._cells += [_Cell() for _ in range(len(levels) - len(self._cells))]
         self._mask = sum(map((1).__lshift__, itertools.compress(self._rank, map(_size_of, self._cells))))
 
-    def add(self, blocks: Iterable[CPUBlock]) -> dict[Tail, None]:
-        """Add blocks, and return their tails; the caller then calls `enter` for each."""
+    def add(self, rows: Iterable[int]) -> dict[Tail, None]:
+        """Add rows, and return their tails; the caller then calls `enter` for each."""
         touched: dict[Tail, None] = {}
-        for tail, run in runs_of(blocks):
-            positions = list(map(_position_of, run))
+        position_of, chain_of = self._table.position, self._table.chain
+        for tail, run in runs_of(rows, self._table):
+            positions = [position_of[row] for row in run]
             if tail.is_sorted:
-                before = next(reversed(tail.blocks.values())).position if tail.blocks else -1
+                before = position_of[next(reversed(tail.rows))] if tail.rows else -1
                 tail.is_sorted = before <= positions[0] and all(map(le, positions, positions[1:]))
-            tail.blocks.update(zip(map(_id_of, run), run, strict=True))
+            tail.rows.update(dict.fromkeys(run))
             if tail.lost:
                 self._orphaned[tail] = None
             else:
                 tail.end = max(tail.end, max(positions) + 1)
-            assert run[0].chain is not None
-            tail.step = run[0].chain.step
+            chain = chain_of[run[0]]
+            assert chain is not None
+            tail.step = chain.step
             if tail.step > 1 and not tail.start:  # positions in tokens need not begin with 0
                 tail.start = min(positions) + 1 - tail.step
             self.size += len(run)
@@ -188,18 +193,19 @@ class TailOrder:
             self._attach(tail)
         return touched
 
-    def take_out(self, blocks: Iterable[CPUBlock]) -> list[CPUBlock]:
-        """Remove the blocks that are in the order, and return them."""
-        taken: list[CPUBlock] = []
-        for tail, run in runs_of(blocks):
-            held = tail.blocks
+    def take_out(self, rows: Iterable[int]) -> list[int]:
+        """Remove the rows that are in the order, and return them."""
+        taken: list[int] = []
+        for tail, run in runs_of(rows, self._table):
+            held = tail.rows
             before = len(taken)
-            for block in run if held or self._protected else ():
-                if held.get(block.block_id) is block:
-                    del held[block.block_id]
-                    taken.append(block)
-                elif self._protected.pop(block.block_id, None) is not None:
-                    taken.append(block)
+            for row in run if held or self._protected else ():
+                if row in held:
+                    del held[row]
+                    taken.append(row)
+                elif row in self._protected:
+                    del self._protected[row]
+                    taken.append(row)
             if len(taken) == before:
                 continue
             if held:
@@ -209,13 +215,13 @@ class TailOrder:
         self.size -= len(taken)
         return taken
 
-    def clear(self) -> dict[Any, Any]:  # Any: the policy's own
-        """Remove all blocks, and return them by tail. Its time grows with the number of tails, not of blocks."""
+    def clear(self) -> list[Any]:  # Any: dictionaries of rows
+        """Remove all rows, and return them by tail. Its time grows with the number of tails, not of blocks."""
         waiting = [tail for cell in self._cells for _, _, tail in cell.queue]
-        removed: dict[Any, Any] = {}
+        removed: list[Any] = []
         for tail in (*waiting, *self._blocked.values(), *self._orphaned):
-            if tail.blocks:
-                removed[tail] = tail.blocks
+            if tail.rows:
+                removed.append(tail.rows)
                 self._emptied(tail)
         self._protected.clear()
         self.size = 0
@@ -223,7 +229,7 @@ class TailOrder:
 
     def enter(self, tail: Tail) -> None:
         """Put a tail with blocks into the cell of its group and age."""
-        if tail.cell < 0 and tail.blocks and tail not in self._spared:
+        if tail.cell < 0 and tail.rows and tail not in self._spared:
             tail.cell = number = tail.group * BUCKETS + tail.bucket
             cell = self._cells[number]
             if not cell.size:
@@ -241,16 +247,16 @@ class TailOrder:
                 cell.queue.clear()
                 self._mask ^= 1 << self._rank[number]
 
-    def pop(self, count: int, step: int, spared: Sequence[Tail]) -> list[tuple[Tail, list[CPUBlock]]] | None:
-        """Remove `count` blocks, and return them by tail, the deepest block first.
+    def pop(self, count: int, step: int, spared: Sequence[Tail]) -> list[tuple[Tail, list[int]]] | None:
+        """Remove `count` rows, and return them by tail, the deepest block first.
 
-        Blocks with this `step` are set aside until the step ends. Blocks of spared tails stay. If too few blocks can
+        Rows with this `step` are set aside until the step ends. Blocks of spared tails stay. If too few rows can
         be removed, none is, and the result is None.
         """
         self._spared = spared
         for tail in spared:
             self.leave(tail)
-        cuts: list[tuple[Tail, list[CPUBlock]]] = []
+        cuts: list[tuple[Tail, list[int]]] = []
         missing = count
         while missing and self._orphaned:
             tail = next(iter(self._orphaned))
@@ -264,26 +270,26 @@ class TailOrder:
             missing -= len(cuts[-1][1])
         self.size -= count - missing
         if missing:
-            for tail in self.add(block for _, cut in cuts for block in cut):
+            for tail in self.add(row for _, cut in cuts for row in cut):
                 self.enter(tail)
         self._spared = ()
         for tail in spared:
-            if tail.blocks:
+            if tail.rows:
                 self._attach(tail)
                 self.enter(tail)
         return None if missing else cuts
 
-    def end_step(self) -> list[CPUBlock]:
-        """Remove and return the blocks that were set aside."""
+    def end_step(self) -> list[int]:
+        """Remove and return the rows that were set aside."""
         held, self._protected = self._protected, {}
         self.size -= len(held)
-        return list(held.values())
+        return list(held)
 
-    def hang(self, tail: Tail, parent: CPUBlock) -> None:
-        """Attach a tail to the block that it follows."""
+    def hang(self, tail: Tail, parent: int) -> None:
+        """Attach a tail to the block that it follows, which is in the row `parent`."""
         self._detach(tail)
-        tail.parent, tail.after = parent.key, parent.position
-        if tail.blocks:
+        tail.parent, tail.after = self._table.key[parent], self._table.position[parent]
+        if tail.rows:
             self._attach(tail)
 
     def _least(self) -> Tail:
@@ -300,24 +306,25 @@ class TailOrder:
                 found = tail
         return found
 
-    def _cut(self, tail: Tail, count: int, step: int, start: int = 0) -> list[CPUBlock]:
-        """Remove up to `count` blocks from the end of a tail, down to position `start`.
+    def _cut(self, tail: Tail, count: int, step: int, start: int = 0) -> list[int]:
+        """Remove up to `count` rows from the end of a tail, down to position `start`.
 
         A block that another tail is attached to stays, and all blocks before it.
         """
-        tail.first()
-        blocks, hanging = tail.blocks, self._hanging
-        cut: list[CPUBlock] = []
-        while blocks and len(cut) < count:
-            block_id, block = blocks.popitem()
-            if block.position < start or (block.key in hanging and self._block(tail, block.key)):
-                blocks[block_id] = block
+        tail.first(self._table)
+        rows, hanging = tail.rows, self._hanging
+        key_of, position_of, step_of = self._table.key, self._table.position, self._table.step
+        cut: list[int] = []
+        while rows and len(cut) < count:
+            row, _ = rows.popitem()
+            if position_of[row] < start or (key_of[row] in hanging and self._block(tail, key_of[row])):
+                rows[row] = None
                 break
-            if block.step == step:
-                self._protected[block.block_id] = block
+            if step_of[row] == step:
+                self._protected[row] = None
             else:
-                cut.append(block)
-        if not blocks:
+                cut.append(row)
+        if not rows:
             self._emptied(tail)
         return cut
 
@@ -351,13 +358,13 @@ class TailOrder:
         return bool(self._mask)
 
     def _emptied(self, tail: Tail) -> None:
-        tail.blocks, tail.is_sorted = {}, True  # a new one: a dictionary does not shrink
+        tail.rows, tail.is_sorted = {}, True  # a new one: a dictionary does not shrink
         self._orphaned.pop(tail, None)
         self.leave(tail)
         self._detach(tail)
 
     def _attach(self, tail: Tail) -> None:
-        if not tail.parent or (tail.start <= tail.after and tail.first() <= tail.after):
+        if not tail.parent or (tail.start <= tail.after and tail.first(self._table) <= tail.after):
             self._detach(tail)  # the tail has blocks before its parent again
         elif not tail.is_attached:
             self._hanging[tail.parent] = self._hanging.get(tail.parent, 0) + 1

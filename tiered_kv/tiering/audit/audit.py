@@ -22,7 +22,6 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext
 from tiered_kv.config.settings import PRIMARY_NAME
-from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.mediums import CPULoadStoreSpec
 from tiered_kv.metrics.series import Family, by_label, numbers
@@ -74,7 +73,7 @@ class Audit:
         self._primary = primary
         self._tiers = tiers
         self._clock = clock
-        self._spare_rows = SpareRows(primary, requests, rules.dtype)
+        self._spare_rows = SpareRows(primary, requests, tiers, rules.dtype)
         self._numbers = itertools.count()
         self._current: Audited | None = None  # the audit that runs
         self._written: dict[OffloadKey, Pair] = {}  # pairs whose spare row the engine is writing
@@ -148,12 +147,14 @@ class Audit:
         if audited is None:
             return output
         fresh, group = set(output.keys_to_store), self._spare_rows.group
-        present: list[CPUBlock] = []
+        present: list[OffloadKey] = []
         for key in audited.computed(req_context.req_id, keys):
             if group is not None and not group.is_whole(key, req_context):
                 continue
-            block = self._primary.blocks.get(key)
-            if block is None or (key not in fresh and (block.ref_cnt < 0 or key in self._written)):
+            is_ready = self._primary.index.get(key) is not None
+            if key not in fresh and (not is_ready or key in self._written):
+                continue
+            if key not in self._primary:
                 continue
             free_rows = self._spare_rows.room - len(audited.asked) - len(present)
             if len(audited.taken) >= BLOCKS_MAX or free_rows <= 0:
@@ -163,14 +164,14 @@ class Audit:
             if key in fresh:
                 audited.asked[key] = None
             else:
-                present.append(block)
+                present.append(key)
         self._ask(audited)
         return self._with_spare_rows(audited, keys, output, present, req_context) if present else output
 
     def complete(
         self,
         keys: Collection[OffloadKey],
-        written: Sequence[CPUBlock],
+        written: Sequence[int],
         req_id: str,
         context: ReqContext,
         success: bool,
@@ -180,8 +181,8 @@ class Audit:
         `context` is the request's context for jobs. If the request is over, it has no request id.
         """
         for pair in [self._written[key] for key in keys if key in self._written]:
-            if pair.spare.writer == req_id:
-                del self._written[pair.block.key]
+            if pair.writer == req_id:
+                del self._written[pair.key]
                 self._end_pair(pair, "" if success else "failed_store")
         audited = self._current
         if audited is None or audited.storer != req_id or not audited.asked:
@@ -191,17 +192,17 @@ class Audit:
             self._abandon("failed_store", len(lost))
             return
         self._ask(audited)
-        found: dict[GuardedTier, list[CPUBlock]] = {}
-        for block in written:
-            if block.key not in audited.asked:
+        found: dict[GuardedTier, list[OffloadKey]] = {}
+        for key in map(self._primary.table.key.__getitem__, written):
+            if key not in audited.asked:
                 continue
-            guarded = audited.asked.pop(block.key)
+            guarded = audited.asked.pop(key)
             if guarded is not None:
-                found.setdefault(guarded, []).append(block)
+                found.setdefault(guarded, []).append(key)
             else:
                 self._abandon("unanswered", 1)
-        for guarded, blocks in found.items():
-            self._load(audited, guarded, blocks, context)
+        for guarded, of_tier in found.items():
+            self._load(audited, guarded, of_tier, context)
 
     def finish(self, req_context: ReqContext) -> None:
         """Note the end of a request; its stores may still be in flight."""
@@ -224,7 +225,7 @@ class Audit:
             if job.is_expired:
                 self._spare_rows.free(pair)
             else:
-                self._end_pair(pair, "" if pair.block.key in loaded else "failed_load")
+                self._end_pair(pair, "" if pair.key in loaded else "failed_load")
 
     def expired(self, job: SubmittedJob) -> None:
         """Abandon an expired load. Its spare rows stay with the job."""
@@ -240,7 +241,7 @@ class Audit:
             if difference is None:
                 self._abandon("error", 1)
             else:
-                self._judge(pair.audited, pair.tier, pair.block.key, difference)
+                self._judge(pair.audited, pair.tier, pair.key, difference)
         audited = self._current
         if audited is None:
             return
@@ -283,27 +284,27 @@ class Audit:
         audited: Audited,
         keys: Collection[OffloadKey],
         output: PrepareStoreOutput,
-        present: list[CPUBlock],
+        present: list[OffloadKey],
         req_context: ReqContext,
     ) -> PrepareStoreOutput:
         evicted: list[OffloadKey] = []
         pairs = self._spare_rows.pair(audited, present, req_context, evicted)
         self._abandon("no_room", len(present) - len(pairs))
-        self._written |= {pair.block.key: pair for pair in pairs}
+        self._written |= {pair.key: pair for pair in pairs}
         assert isinstance(output.store_spec, CPULoadStoreSpec)
         rows = dict(zip(output.keys_to_store, output.store_spec.block_ids.tolist(), strict=True))
-        rows |= {pair.block.key: pair.spare.block_id for pair in pairs}
+        rows |= {pair.key: pair.spare for pair in pairs}
         ordered = [key for key in dict.fromkeys(keys) if key in rows]
         spec = CPULoadStoreSpec([rows[key] for key in ordered])
         return PrepareStoreOutput(ordered, spec, [*output.evicted_keys, *evicted])
 
-    def _load(self, audited: Audited, guarded: GuardedTier, blocks: list[CPUBlock], req_context: ReqContext) -> None:
+    def _load(self, audited: Audited, guarded: GuardedTier, stored: list[OffloadKey], req_context: ReqContext) -> None:
         """Load into spare rows a tier's copies of blocks that the engine has just stored."""
-        pairs = self._spare_rows.pair(audited, blocks[: max(guarded.load_room(), 0)], req_context, [], guarded.name)
-        self._abandon("no_room", len(blocks) - len(pairs))
+        pairs = self._spare_rows.pair(audited, stored[: max(guarded.load_room(), 0)], req_context, [], guarded)
+        self._abandon("no_room", len(stored) - len(pairs))
         if not pairs:
             return
-        keys, rows = [pair.block.key for pair in pairs], [pair.spare for pair in pairs]
+        keys, rows = [pair.key for pair in pairs], [pair.spare for pair in pairs]
         job = guarded.submit(keys, rows, audited.context, self, is_promotion=True)
         if job is not None:
             self._loads[job] = pairs

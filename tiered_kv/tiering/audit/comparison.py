@@ -19,8 +19,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx
 from tiered_kv.config.settings import PRIMARY_NAME
-from tiered_kv.cpu.backend import PROMOTION, CPUBlock
-from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.cpu.rows import PROMOTION, PrimaryRows
 from tiered_kv.errors import ResourceError
 from tiered_kv.system.threads import DaemonThreads
 from tiered_kv.tiering.guarded import GuardedTier
@@ -109,14 +108,16 @@ class Audited:
 
 @dataclass(slots=True, eq=False)
 class Pair:
-    """Two copies of a block: `block`, under its key and pinned, and `spare`, in a spare row."""
+    """Two copies of a block: in `row`, under its key and pinned, and in `spare`, a spare row."""
 
     audited: Audited
     tier: str
     """The tier of the stored copy."""
-    block: CPUBlock
-    spare: CPUBlock
-    """The spare row. Its `writer` is the request whose store fills the row, or `PROMOTION` if a tier's load does."""
+    key: OffloadKey
+    row: int
+    spare: int
+    writer: str
+    """The request whose store fills the spare row, or `PROMOTION` if a tier's load fills it."""
 
 
 class SpareRows:
@@ -125,7 +126,8 @@ class SpareRows:
     No lookup finds a spare row: it has a special key, and stays in state writing. Owned by the manager's thread.
     """
 
-    def __init__(self, primary: PrimaryRows, requests: RequestTable, dtype: str) -> None:
+    def __init__(self, primary: PrimaryRows, requests: RequestTable, tiers: Sequence[GuardedTier], dtype: str) -> None:
+        self._names = {0: PRIMARY_NAME, **{guarded.number: guarded.name for guarded in tiers}}
         self._primary = primary
         self._requests = requests
         self._dtype = dtype
@@ -152,36 +154,39 @@ class SpareRows:
     def pair(
         self,
         audited: Audited,
-        blocks: Sequence[CPUBlock],
+        keys: Sequence[OffloadKey],
         req_context: ReqContext,
         evicted: list[OffloadKey],
-        tier: str = "",
+        guarded: GuardedTier | None = None,
     ) -> list[Pair]:
         """Pin ready blocks and give each a spare row; return [] if there is no room for all of them.
 
-        If `tier` is given, a load of this tier fills the spare rows. Otherwise the store of `req_context` fills them,
-        and `blocks` are the stored copies. `evicted` receives the keys of evicted blocks; those of `req_context` go
+        If a tier is given, a load of it fills the spare rows. Otherwise the store of `req_context` fills them, and the
+        blocks of `keys` are the stored copies. `evicted` receives the keys of evicted blocks; those of `req_context` go
         last.
         """
-        self._primary.pin(blocks)
-        names = [OffloadKey(_SPARE_KEY + next(self._numbers).to_bytes(8, "big")) for _ in blocks]
-        writer = PROMOTION if tier else req_context.req_id
+        rows = self._primary.all_ready(keys)
+        self._primary.pin(rows)
+        names = [OffloadKey(_SPARE_KEY + next(self._numbers).to_bytes(8, "big")) for _ in rows]
+        writer = PROMOTION if guarded is not None else req_context.req_id
         chain = self._requests.state_of(req_context).chain_in(req_context)
-        spares = self._primary.allocate(names, writer, chain, evicted)
+        source = 0 if guarded is None else guarded.number
+        spares = self._primary.allocate(names, writer, chain, evicted, source=source)
         if spares is None:
-            self._primary.unpin(blocks)
+            self._primary.unpin(rows)
             return []
+        source_of = self._primary.table.source
         pairs = [
-            Pair(audited, tier or block.source or PRIMARY_NAME, block, spare)
-            for block, spare in zip(blocks, spares, strict=True)
+            Pair(audited, self._names[source or source_of[row]], key, row, spare, writer)
+            for key, row, spare in zip(keys, rows, spares, strict=True)
         ]
         self._pairs.update(pairs)
         return pairs
 
     def compare(self, pair: Pair) -> None:
         """Begin to compare two complete copies; `take` releases them."""
-        rows = pair.spare.block_id, pair.block.block_id
-        stored_row, computed_row = rows if pair.spare.writer is PROMOTION else reversed(rows)
+        rows = pair.spare, pair.row
+        stored_row, computed_row = rows if pair.writer is PROMOTION else reversed(rows)
         try:
             difference = self._thread.submit(self._difference, stored_row, computed_row)
         except ResourceError as error:
@@ -201,19 +206,19 @@ class SpareRows:
     def release(self, pair: Pair) -> None:
         """Unpin a block, and free its spare row, which no job uses."""
         self._primary.abandon([pair.spare])
-        self._primary.unpin([pair.block])
+        self._primary.unpin([pair.row])
         self._pairs.remove(pair)
 
     def expire(self, pair: Pair) -> None:
         """Unpin a block whose spare row a tier may still be writing. When the load has ended, call `free`."""
         self._primary.forget(pair.spare)
-        self._primary.unpin([pair.block])
+        self._primary.unpin([pair.row])
         self._pairs.remove(pair)
         self._expired_rows += 1
 
     def free(self, pair: Pair) -> None:
         """Free the spare row of an expired load that has ended."""
-        self._primary.backend.free(pair.spare)
+        self._primary.release([pair.spare])
         self._expired_rows -= 1
 
     def stop(self, timeout_s: float) -> None:

@@ -1,0 +1,61 @@
+"""What the primary tier keeps of each row, in lists with one entry a row: no object for a block.
+
+`CPUBackend` makes one, `PrimaryRows` and `RequestChain` write it, and the policies read it, all on the scheduler's
+thread. What must stay true: an entry describes the block that is in the row now, and a free row has no key.
+
+A million objects would take 500 MB, and the collector would stop the engine's process for seconds to visit them. A list
+takes 8 B a row, its entries are shared (small numbers, the chain of a request, the number of a step), and to read one
+is faster than to read an entry of an array. Only the positions differ from row to row, so they are in an array.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Final
+
+from tiered_kv.base import OffloadKey
+
+if TYPE_CHECKING:
+    from tiered_kv.cpu.chain import RequestChain
+
+NO_KEY: Final = OffloadKey(b"")
+
+
+class RowTable:
+    """The state of each row that has been used, by its number.
+
+    Attributes:
+        num_blocks: Rows of the primary tier, also those that have not been used yet.
+        key: The key of its block; `NO_KEY` while it is free.
+        ref_cnt: -1 while it is free or written, 0 while it may be evicted, else the number of its pins.
+        step: The last scheduler step in which a lookup found its block; -1 without one.
+        chain: The request that used its block last; None for a row that is free, or was forgotten while in use.
+        position: The position of its block in `chain`, head first.
+        source: The number of the tier that its block was promoted from; 0 if the engine stored it.
+    """
+
+    __slots__ = ("chain", "key", "num_blocks", "position", "ref_cnt", "source", "step")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.key: list[OffloadKey] = []
+        self.ref_cnt: list[int] = []
+        self.step: list[int] = []
+        self.chain: list[RequestChain | None] = []
+        self.position = array("q")
+        self.source = bytearray()
+
+    def __len__(self) -> int:
+        """Return how many rows have been used, from the first on."""
+        return len(self.key)
+
+    def grow(self, count: int) -> range:
+        """Add the next `count` rows, which are free, and return them."""
+        first = len(self.key)
+        self.key += [NO_KEY] * count
+        self.ref_cnt += [-1] * count
+        self.step += [-1] * count
+        self.chain += [None] * count
+        self.position.frombytes(bytes(count * self.position.itemsize))
+        self.source += bytes(count)
+        return range(first, first + count)
