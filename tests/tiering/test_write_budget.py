@@ -191,7 +191,7 @@ def test_it_goes_to_the_requests_that_return() -> None:
         offered = blocks(f"{kind}{number}", 8, first=0 if kind == "new" else 20)
         selected = budget.select(offered, 100, str(number)).stored
         returning = blocks(f"next{number - 40}", 8, first=20)
-        budget.note_hits([block.key for block in returning])
+        budget.note_hits(returning.keys)
         if number >= 1200:
             stored[kind] += len(selected)
     assert stored["next"] > 8 * stored["new"]
