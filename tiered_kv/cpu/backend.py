@@ -12,7 +12,7 @@ from tiered_kv.backend import Backend, BlockStatus
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.cpu.row_table import NO_KEY, RowTable
+from tiered_kv.cpu.row_table import NO_KEY, RowTable, unwatched
 from tiered_kv.mediums import CPULoadStoreSpec
 
 
@@ -62,7 +62,7 @@ class CPUBackend(Backend):
         self.region = region
         self.num_blocks = region.num_blocks
         self.table = RowTable(region.num_blocks)
-        self._free: list[int] = []  # free rows that have been used; the last is allocated first
+        self._free: list[int] = unwatched([])  # free rows that have been used; the last is allocated first
 
     def get_num_free_blocks(self) -> int:
         return len(self._free) + self.num_blocks - len(self.table)

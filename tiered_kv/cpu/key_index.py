@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.row_table import unwatched
 
 SHARDS: Final = 256
 """One for each value of a byte."""
@@ -32,7 +33,7 @@ class KeyIndex:
     __slots__ = ("shards",)
 
     def __init__(self) -> None:
-        self.shards: list[dict[OffloadKey, int]] = [{} for _ in range(SHARDS)]
+        self.shards: list[dict[OffloadKey, int]] = [unwatched({}) for _ in range(SHARDS)]
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))
@@ -79,7 +80,7 @@ class KeyIndex:
     def take_all(self) -> KeyIndex:
         """Return another index with all keys and rows, and have none from now on."""
         taken = KeyIndex()
-        taken.shards[:], self.shards[:] = self.shards, taken.shards
+        taken.shards, self.shards[:] = self.shards.copy(), taken.shards
         return taken
 
     def take(self, count: int) -> list[tuple[OffloadKey, int]]:

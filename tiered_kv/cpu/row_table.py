@@ -10,8 +10,9 @@ is faster than to read an entry of an array. Only the positions differ from row 
 
 from __future__ import annotations
 
+import ctypes
 from array import array
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from tiered_kv.base import OffloadKey
 
@@ -19,6 +20,19 @@ if TYPE_CHECKING:
     from tiered_kv.cpu.chain import RequestChain
 
 NO_KEY: Final = OffloadKey(b"")
+Container = TypeVar("Container", list[Any], dict[Any, Any])  # Any: of entries without a way back to it
+_untrack = ctypes.pythonapi.PyObject_GC_UnTrack
+_untrack.argtypes, _untrack.restype = [ctypes.py_object], None
+
+
+def unwatched(container: Container) -> Container:
+    """Take a list or dictionary out of the collector's sight, and return it.
+
+    The collector visits each entry of each container to find circles. CPython leaves out containers by itself whose
+    entries cannot be part of a circle, but no list. The caller knows that no entry leads back to this one.
+    """
+    _untrack(container)
+    return container
 
 
 class RowTable:
@@ -38,10 +52,10 @@ class RowTable:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.key: list[OffloadKey] = []
-        self.ref_cnt: list[int] = []
-        self.step: list[int] = []
-        self.chain: list[RequestChain | None] = []
+        self.key: list[OffloadKey] = unwatched([])
+        self.ref_cnt: list[int] = unwatched([])
+        self.step: list[int] = unwatched([])
+        self.chain: list[RequestChain | None] = unwatched([])
         self.position = array("q")
         self.source = bytearray()
 

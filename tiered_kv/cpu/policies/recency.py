@@ -16,7 +16,7 @@ from typing import Any
 from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.policies import CachePolicy
 from tiered_kv.cpu.policies.ghosts import Ghosts
-from tiered_kv.cpu.row_table import RowTable
+from tiered_kv.cpu.row_table import RowTable, unwatched
 
 QUEUE_SPARE = 64
 """How many entries of a queue may be out of date, besides one for each chain. A stack has as many spare entries."""
@@ -32,10 +32,14 @@ class _Stack:
     __slots__ = ("count", "is_sorted", "rows", "top")
 
     def __init__(self) -> None:
-        self.rows: list[int] = []
+        self.rows: list[int] = unwatched([])
         self.count = 0  # rows whose entries count
         self.top = -1  # the largest position
         self.is_sorted = True
+
+
+_NO_STACK = _Stack()
+"""Stands for the stack before the first row of an `add`."""
 
 
 class ChainOrder:
@@ -78,8 +82,8 @@ class ChainOrder:
         if len(stack_of) < len(chain_of):
             stack_of += [None] * (len(chain_of) - len(stack_of))
         chain: RequestChain | None = None
-        stack = _Stack()
-        append, top = stack.rows.append, -1
+        stack, top = _NO_STACK, -1
+        append = stack.rows.append
         for row in rows:
             if chain_of[row] is not chain:
                 stack.top = top
@@ -186,7 +190,7 @@ class ChainOrder:
 
     def remains(self) -> list[Any]:  # Any: parts of this order
         """Return what the order consists of, for a caller that drops it in parts. The order is not used any more."""
-        return [self._queue, self.stacks]
+        return [self._queue, self.stacks, self._stack_of]
 
     def _last(self, stack: _Stack) -> int:
         """Return the row at the top of a stack that has some; sort it if needed."""
@@ -205,7 +209,7 @@ class ChainOrder:
         rows.reverse()
         if not stack.is_sorted:
             rows.sort(key=self._table.position.__getitem__)
-        stack.rows, stack.is_sorted = rows, True
+        stack.rows, stack.is_sorted = unwatched(rows), True
 
     def _shrink(self, stack: _Stack | None) -> None:
         """Drop the entries of a stack that do not count, if they are more than the others."""
@@ -232,7 +236,7 @@ class LRUPolicy(CachePolicy):
 
     def __init__(self, table: RowTable) -> None:
         super().__init__(table)
-        self._order = ChainOrder(table, [])
+        self._order = ChainOrder(table, unwatched([]))
 
     def __len__(self) -> int:
         return len(self._order)
@@ -247,7 +251,7 @@ class LRUPolicy(CachePolicy):
         self._order.discard(rows)
 
     def clear(self, rows: Iterable[int]) -> list[Any]:  # Any: parts of an order
-        old, self._order = self._order, ChainOrder(self.table, [])
+        old, self._order = self._order, ChainOrder(self.table, unwatched([]))
         return old.remains()
 
     def use(self, rows: Sequence[int], chain: RequestChain) -> None:
@@ -293,7 +297,7 @@ class ARCPolicy(CachePolicy):
         self._begin()
 
     def _begin(self) -> None:
-        stack_of: list[Any] = []  # Any: `ChainOrder`'s own type
+        stack_of: list[_Stack | None] = unwatched([])
         self._recent, self._frequent = ChainOrder(self.table, stack_of), ChainOrder(self.table, stack_of)  # T1, T2
         self._lists = self._recent, self._frequent
 
