@@ -8,7 +8,7 @@ freed sooner. A row that a transfer uses waits for the transfer's end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sized
 from typing import Any, Final, Protocol
 
 from tiered_kv.base import OffloadKey
@@ -124,8 +124,8 @@ class Orphans:
         while count > 0 and self._remains:
             part = self._remains[0]
             if isinstance(part, dict) and part:
-                part.popitem()
-                count -= 1
+                _, dropped = part.popitem()
+                count -= 1 + (len(dropped) if isinstance(dropped, Sized) else 0)
             elif isinstance(part, list) and part:
                 del part[-count:]
                 count -= 1

@@ -37,6 +37,9 @@ class _Stack:
         self.top = -1  # the largest position
         self.is_sorted = True
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
 
 _NO_STACK = _Stack()
 """Stands for the stack before the first row of an `add`."""
