@@ -46,7 +46,8 @@ class CPUBlock(BlockStatus):
     @property
     def chain(self) -> RequestChain | None:
         """See `RowTable.chain`."""
-        return self._table.chain[self.block_id]
+        chain: RequestChain | None = self._table.chain[self.block_id]
+        return chain
 
     @property
     def position(self) -> int:

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from tiered_kv.base import OffloadKey
-
-if TYPE_CHECKING:
-    from tiered_kv.cpu.chain import RequestChain
 
 NO_KEY: Final = OffloadKey(b"")
 Container = TypeVar("Container", list[Any], dict[Any, Any])  # Any: of entries without a way back to it
@@ -55,7 +52,7 @@ class RowTable:
         self.key: list[OffloadKey] = unwatched([])
         self.ref_cnt: list[int] = unwatched([])
         self.step: list[int] = unwatched([])
-        self.chain: list[RequestChain | None] = unwatched([])
+        self.chain: list[Any] = unwatched([])  # Any: `RequestChain`, whose file imports this one, or None
         self.position = array("q")
         self.source = bytearray()
 
