@@ -7,12 +7,13 @@ It does not know requests: the writer of a block, and the order in which a reque
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
+from tiered_kv.cpu.blocks_view import BlocksView
 from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.key_index import KeyIndex
 from tiered_kv.cpu.orphans import Orphans, RowsOwner
@@ -35,8 +36,7 @@ class PrimaryRows:
     """The rows of one `CPUBackend`, by key.
 
     A block is absent, being written, ready or pinned (once for each transfer that reads it). The policy contains the
-    ready blocks only, so only they can be evicted. All methods belong to the manager's thread, and name a row by its
-    number.
+    ready blocks only, so only they can be evicted. All methods are for the manager's thread, and take rows by number.
 
     The life of a block: `allocate` takes a row, which is written. `commit` makes it ready, or `abandon` frees it. `pin`
     and `unpin` enclose each transfer that reads it. At last `allocate` evicts it for others, or `reset` forgets it.
@@ -45,27 +45,21 @@ class PrimaryRows:
         backend: Allocates the rows.
         policy: A name for `make_policy`, or a policy over `backend.table`.
         enable_events: Whether `take_events` reports stored and removed blocks.
-
-    Attributes:
-        table: The state of each row.
-        index: The rows of ready and pinned blocks.
-        writing: The rows of blocks that are being written, which are few.
     """
 
     __slots__ = ("__dict__", "index", "step", "table", "writing")  # hot path: each lookup reads them
 
     def __init__(self, backend: CPUBackend, policy: str | CachePolicy = "lru", *, enable_events: bool = False) -> None:
-        self.backend = backend
-        self.table = backend.table
+        self.backend, self.table = backend, backend.table
         policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, self.table)
         self.policy = checked_policy(policy, self.table)
         self._ends_every_step = self.policy is not policy  # a built-in policy protects blocks only while it evicts
         self._has_evicted = False  # in this step
-        self.index = KeyIndex()
-        self.writing: dict[OffloadKey, int] = {}
+        self.index = KeyIndex()  # of ready and pinned blocks
+        self.writing: dict[OffloadKey, int] = {}  # of blocks that are being written, which are few
         self.writers: dict[int, str] = {}
         """The request that writes each row in state writing, or `PROMOTION`; also of rows from before a reset."""
-        self._loads: dict[int, int] = {}
+        self._loads: Counter[int] = Counter()
         """How many of a row's pins are an engine's loads, for the rows that have some."""
         self.step = 0
         """Number of the scheduler's step. Blocks with this `step` are not evicted before the step ends."""
@@ -74,8 +68,7 @@ class PrimaryRows:
         self.evicted_blocks = 0  # in all, for `snapshot`
         self._owner: RowsOwner | None = None
         self._rows_ahead = min(PROMOTION_ROWS_MAX, backend.num_blocks // _ROWS_SHARE)
-        self.orphans = Orphans(self.table, self._free)
-        """Rows from before a reset that are not free yet."""
+        self.orphans = Orphans(self.table, self.release)
         self._events: deque[OffloadingEvent] | None = deque(maxlen=EVENTS_MAX) if enable_events else None
 
     def tell(self, owner: RowsOwner) -> None:
@@ -99,7 +92,7 @@ class PrimaryRows:
     @property
     def blocks(self) -> Mapping[OffloadKey, CPUBlock]:
         """A view of all blocks that are ready, pinned or being written."""
-        return _Blocks(self)
+        return BlocksView(self.index, self.writing, self.table)
 
     def ready(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Return the rows of those `keys` that are ready or pinned, in this order."""
@@ -147,13 +140,7 @@ class PrimaryRows:
     # Rows for blocks.
 
     def allocate(
-        self,
-        keys: Sequence[OffloadKey],
-        writer: str,
-        chain: RequestChain,
-        evicted: list[OffloadKey],
-        *,
-        source: int = 0,
+        self, keys: Sequence[OffloadKey], writer: str, chain: RequestChain, evicted: list[OffloadKey], source: int = 0
     ) -> list[int] | None:
         """Allocate a row in state writing for each of `keys`, which are distinct and absent.
 
@@ -258,7 +245,7 @@ class PrimaryRows:
                 if not self.orphans.exist or (row := self.orphans.get(key)) is None:
                     continue
                 if writers.get(row) == writer and self.orphans.remove(row):
-                    self._free((row,))
+                    self.release((row,))
             elif writers[row] == writer:
                 written.append(row)
         chain = self.table.chain[written[0]] if written else None
@@ -284,7 +271,7 @@ class PrimaryRows:
         """Forget, and free, rows in state writing after a failed transfer."""
         for row in rows:
             self.forget(row)
-        self._free(rows)
+        self.release(rows)
 
     def forget(self, row: int) -> None:
         """Remove the block of a row in state writing; `release` frees the row."""
@@ -294,10 +281,6 @@ class PrimaryRows:
         else:
             self.orphans.remove(row)
         self.table.chain[row] = None
-
-    def release(self, rows: Collection[int]) -> None:
-        """Free rows that were forgotten, once no transfer writes them."""
-        self._free(rows)
 
     def pin(self, rows: Collection[int]) -> None:
         """Pin ready blocks; one that appears twice is pinned twice."""
@@ -315,7 +298,7 @@ class PrimaryRows:
             if count <= 0:
                 assert not count, "unpinned more often than pinned"
                 if orphans.exist and orphans.remove(row):
-                    self._free((row,))
+                    self.release((row,))
                 else:
                     evictable.append(row)
         if evictable:
@@ -328,27 +311,22 @@ class PrimaryRows:
 
     def begin_loads(self, rows: Iterable[int]) -> None:
         """Note that an engine loads pinned blocks, until `end_loads`."""
-        loads = self._loads
-        for row in rows:
-            loads[row] = loads.get(row, 0) + 1
+        self._loads.update(rows)
 
     def end_loads(self, keys: Iterable[OffloadKey]) -> None:
         """End one load of each block of `keys` that an engine loads. The other pins of these blocks stay."""
-        loads, distinct = self._loads, dict.fromkeys(keys)
-        loaded = []
-        for key, found in zip(distinct, self.index.get_many(distinct), strict=True):
-            row = self.orphans.get(key) if found is None else found
-            count = 0 if row is None else loads.get(row, 0)
-            if row is None or not count:
-                continue
-            if count == 1:
-                del loads[row]
-            else:
-                loads[row] = count - 1
-            loaded.append(row)
+        distinct = dict.fromkeys(keys)
+        found = zip(distinct, self.index.get_many(distinct), strict=True)
+        rows = [self.orphans.get(key) if row is None else row for key, row in found]
+        loaded = [row for row in rows if row is not None and self._loads[row]]
+        for row in loaded:
+            self._loads[row] -= 1
+            if not self._loads[row]:
+                del self._loads[row]
         self.unpin(loaded)
 
-    def _free(self, rows: Collection[int]) -> None:
+    def release(self, rows: Collection[int]) -> None:
+        """Free rows that no transfer uses, once they are in no index."""
         if self.writers:
             for row in rows:
                 self.writers.pop(row, None)
@@ -375,10 +353,9 @@ class PrimaryRows:
         return self._events is not None
 
     def take_events(self) -> list[OffloadingEvent]:
-        if not self._events:
-            return []
-        events = list(self._events)
-        self._events.clear()
+        events = list(self._events or ())
+        if self._events:
+            self._events.clear()
         return events
 
     def reset(self, *, is_reported: bool = True) -> None:
@@ -410,37 +387,14 @@ class PrimaryRows:
 
     def snapshot(self) -> dict[str, int]:
         """Return counters of blocks and bytes. Any thread may call."""
-        blocks, block_bytes = len(self), self.backend.block_size
+        blocks, capacity = len(self), self.backend.num_blocks
         return {
             "used_blocks": blocks,
-            "used_bytes": blocks * block_bytes,
-            "capacity_bytes": self.backend.num_blocks * block_bytes,
+            "used_bytes": blocks * self.backend.block_size,
+            "capacity_bytes": capacity * self.backend.block_size,
             "evicted_blocks_total": self.evicted_blocks,
         }
 
     def _note_event(self, keys: list[OffloadKey], removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(OffloadingEvent(keys, self.backend.block_size, self.backend.medium, removed))
-
-
-class _Blocks(Mapping[OffloadKey, CPUBlock]):
-    """The blocks of the primary tier by key, each made when it is asked for."""
-
-    def __init__(self, rows: PrimaryRows) -> None:
-        self._rows = rows
-
-    def __getitem__(self, key: OffloadKey) -> CPUBlock:
-        row = self._rows.row_of(key)
-        if row is None:
-            raise KeyError(key)
-        return CPUBlock(row, self._rows.table)
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, bytes) and OffloadKey(key) in self._rows
-
-    def __iter__(self) -> Iterator[OffloadKey]:
-        yield from (key for key, _ in self._rows.index.items())
-        yield from self._rows.writing
-
-    def __len__(self) -> int:
-        return len(self._rows)
