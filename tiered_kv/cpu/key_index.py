@@ -4,7 +4,7 @@
 dictionary at most, which its bytes alone decide.
 
 One dictionary of a million keys moves all of them at once when it grows or has had many deletions, which takes 0.2 s.
-With 256 it takes a millisecond. `KeyTable` takes half the memory, but its lookups take several times as long as a
+With 256, each moves few. `KeyTable` takes half the memory, but its lookups take several times as long as a
 dictionary's: docs/explanation/decisions.md has the figures.
 """
 
