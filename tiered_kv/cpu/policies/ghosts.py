@@ -3,8 +3,8 @@
 `ARCPolicy` owns them, on the scheduler's thread. What must stay true: a block that comes back is no ghost any more, and
 the oldest ghost goes first. Two keys of one 64-bit hash count as one: that costs hits at most.
 
-A dictionary in order would keep the key of each ghost, and pause the engine when a million are moved. Here a queue has the
-hashes in order, and small sets tell which of them still count.
+A dictionary in order would keep the key of each ghost, and pause the engine when a million are moved. Here a queue has
+the hashes in order, and small sets tell which of them still count.
 """
 
 from __future__ import annotations
