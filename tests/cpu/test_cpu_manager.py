@@ -10,7 +10,8 @@ from tiered_kv.base import OffloadKey, PrepareStoreOutput, ReqContext, make_offl
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.cpu.rows import PROMOTION, PROMOTION_ROWS_MAX, PrimaryRows
+from tiered_kv.cpu.rows import PROMOTION_ROWS_MAX, PrimaryRows
+from tiered_kv.cpu.writers import PROMOTION
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 NUM_BLOCKS = 8

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pages import write_shown
-from tests.support.policy_rows import stored
+from tests.support.policy_rows import pin, stored
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, RowTable, make_policy
 from tiered_kv.cpu.policies.checked import CheckedPolicy
 from tiered_kv.cpu.policies.density import DensityPolicy
@@ -47,7 +47,7 @@ def test_blocks_return_to_their_place_when_their_request_uses_them_again(policy_
     rows = stored(policy, one, 8)
     policy.use(rows[:4], other)
     policy.use(rows[:4], one)
-    assert policy.table.position.tolist() == list(range(8))
+    assert policy.table.position == list(range(8))
     if policy_class is LRUPolicy:
         assert evicted_ids(policy, 8) == [7, 6, 5, 4, 3, 2, 1, 0]
 
@@ -69,7 +69,7 @@ def test_pinned_blocks_cost_an_eviction_nothing(policy_class: type[CachePolicy])
         policy = policy_class(RowTable(pinned + 200))
         chains = [stored(policy, RequestChain(), 100, first) for first in range(0, pinned, 100)]
         for rows in chains:
-            policy.remove(rows)
+            pin(policy, rows)
         stored(policy, RequestChain(), 200, pinned)
         start = time.thread_time()  # of the processor: what others have of it meanwhile is not the eviction's
         for _ in range(100):

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from tests.support.policy_rows import make_ready, pin
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy, RequestChain, RowTable, density, make_policy
 from tiered_kv.cpu.row_table import NO_KEY
+from tiered_kv.cpu.writers import PROMOTED
 
 NUM_BLOCKS = 40
 
@@ -62,7 +64,7 @@ class PolicyMachine(RuleBasedStateMachine):
                 self.policy.use([self.resident[prefix] for prefix in wanted], chain)
             else:
                 chain.extend(new, self.table)
-            self.policy.add(new)
+            make_ready(self.policy, new)
 
     @rule(count=counts, is_spared=st.booleans())
     def evict(self, count: int, is_spared: bool) -> None:
@@ -79,10 +81,8 @@ class PolicyMachine(RuleBasedStateMachine):
     @rule(picks=picks)
     def pin(self, picks: list[int]) -> None:
         chosen = self._pick(picks, [prefix for prefix in self.resident if prefix not in self.pinned])
-        self.policy.remove([self.resident[prefix] for prefix in chosen])
+        pin(self.policy, [self.resident[prefix] for prefix in chosen])
         self.pinned.update((prefix, self.resident[prefix]) for prefix in chosen)
-        for prefix in chosen:
-            self.table.ref_cnt[self.resident[prefix]] = 1
 
     @precondition(lambda self: self.pinned)
     @rule(picks=picks)
@@ -147,14 +147,11 @@ class PolicyMachine(RuleBasedStateMachine):
         return True
 
     def _unpin(self, prefixes: list[Prefix]) -> None:
-        rows = [self.pinned.pop(prefix) for prefix in prefixes]
-        for row in rows:
-            self.table.ref_cnt[row] = 0
-        self.policy.add(rows)
+        make_ready(self.policy, [self.pinned.pop(prefix) for prefix in prefixes])
 
     def _allocate(self, prefix: Prefix) -> int:
         row = self.resident[prefix] = self.free.pop()
-        self.table.key[row], self.table.ref_cnt[row] = OffloadKey(bytes(prefix)), 0
+        self.table.key[row], self.table.ref_cnt[row] = OffloadKey(bytes(prefix)), PROMOTED
         return row
 
     def _free(self, prefix: Prefix) -> None:

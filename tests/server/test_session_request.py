@@ -10,7 +10,6 @@ import pytest
 
 from tests.support.host_server import keys_of
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.key_index import KeyIndex
 from tiered_kv.server.session_request import RUN_MIN, RowIndex
 
 KEYS = keys_of(100)
@@ -21,13 +20,12 @@ class Rows:
     """An index of `ROWS`, the blocks that are there, and their generations."""
 
     def __init__(self) -> None:
-        self.ready = KeyIndex()
-        self.ready.add(KEYS, ROWS)
+        self.ready = dict(zip(KEYS, ROWS, strict=True))
         self.generations = memoryview(array("I", bytes(4 * 200)))
-        self.index = RowIndex(self.ready, self.generations)
+        self.index = RowIndex(self.ready.get, self.generations)
 
     def of(self, keys: Sequence[OffloadKey]) -> list[int]:
-        return [row for row in self.ready.get_many(keys) if row is not None]
+        return [self.ready[key] for key in keys if key in self.ready]
 
     def find(self, keys: Sequence[OffloadKey]) -> list[int]:
         return self.find_all([(b"".join(keys), len(keys))])
@@ -62,12 +60,12 @@ def test_a_prefix_that_goes_on_elsewhere_is_found_if_its_runs_are_long(rows: Row
 
 def test_a_row_that_was_freed_is_not_found_though_its_key_is_stored_again(rows: Rows) -> None:
     rows.generations[ROWS[30]] += 1
-    rows.ready.add(KEYS[30:31], [199])
+    rows.ready[KEYS[30]] = 199
     assert rows.find(KEYS) == ROWS[:30]
 
 
 def test_a_block_that_is_being_written_is_not_found(rows: Rows) -> None:
-    rows.ready.remove(KEYS[:1])
+    del rows.ready[KEYS[0]]
     assert rows.find(KEYS) == []
 
 
@@ -78,7 +76,7 @@ def test_after_a_reset_no_row_is_found(rows: Rows) -> None:
 
 def test_keys_of_another_length_are_not_found(rows: Rows) -> None:
     odd = OffloadKey(KEYS[0] + b"x"), OffloadKey(KEYS[1][1:])
-    rows.ready.add(odd, (198, 199))
+    rows.ready.update(zip(odd, (198, 199), strict=True))
     rows.index.note(odd, [198, 199])
     assert rows.find(odd[:1]) == []
     assert rows.find_all([(b"".join(KEYS), 2 * len(KEYS))]) == []
@@ -93,8 +91,8 @@ def test_what_is_found_after_many_prefixes_is_true(rows: Rows) -> None:
         rows.index.note(prefix, rows.of(prefix))
         for key in chosen.sample(KEYS, 3):
             rows.generations[rows.of([key])[0]] += 1
-            unused = set(range(200)).difference(row for _, row in rows.ready.items())
-            rows.ready.add([key], [chosen.choice(sorted(unused))])
+            unused = set(range(200)).difference(rows.ready.values())
+            rows.ready[key] = chosen.choice(sorted(unused))
         found = rows.find(prefix)
         assert found == rows.of(prefix[: len(found)])
     rows.index.note(KEYS, rows.of(KEYS))

@@ -209,8 +209,8 @@ class GuardedBackend(CPUBackend):
         self._rows = region.array  # also when the region is closed: late workers may still write
         self._rows[:] = self._free_row
 
-    def allocate(self, keys: Sequence[OffloadKey]) -> list[int]:
-        rows = super().allocate(keys)
+    def allocate(self, keys: Sequence[OffloadKey], writer: int = -1, source: int = 0) -> list[int]:
+        rows = super().allocate(keys, writer, source)
         self._check(rows)
         return rows
 

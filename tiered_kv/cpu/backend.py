@@ -12,7 +12,7 @@ from tiered_kv.backend import Backend, BlockStatus
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.cpu.row_table import NO_KEY, RowTable, unwatched
+from tiered_kv.cpu.row_table import A_LOAD, NO_KEY, RowTable, unwatched
 from tiered_kv.mediums import CPULoadStoreSpec
 
 
@@ -32,7 +32,8 @@ class CPUBlock(BlockStatus):
     @property
     def ref_cnt(self) -> int:
         """-1 while it is written, else the number of transfers that use it."""
-        return self._table.ref_cnt[self.block_id]
+        loads, others = divmod(self._table.ref_cnt[self.block_id], A_LOAD)
+        return loads + others if loads >= 0 else -1
 
     @ref_cnt.setter
     def ref_cnt(self, count: int) -> None:
@@ -68,8 +69,14 @@ class CPUBackend(Backend):
     def get_num_free_blocks(self) -> int:
         return len(self._free) + self.num_blocks - len(self.table)
 
-    def allocate(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Allocate a row for each key; the caller has checked that there is room."""
+    def allocate(self, keys: Sequence[OffloadKey], writer: int = -1, source: int = 0) -> list[int]:
+        """Allocate a row for each key; the caller has checked that there is room.
+
+        Args:
+            keys: The keys of the blocks that the rows are for.
+            writer: The `RowTable.ref_cnt` of the rows.
+            source: The `RowTable.source` of the rows.
+        """
         count = len(keys)
         missing = count - len(self._free)
         if missing > 0:
@@ -78,21 +85,23 @@ class CPUBackend(Backend):
             self._free[:0] = self.table.grow(missing)
         if not count:
             return []
+        key_of, ref_cnt, source_of = self.table.key, self.table.ref_cnt, self.table.source
         rows = self._free[-count:]
         del self._free[-count:]
-        key_of = self.table.key
         for row, key in zip(rows, keys, strict=True):
             key_of[row] = key
+            ref_cnt[row] = writer
+            source_of[row] = source
         return rows
 
     def free_rows(self, rows: Collection[int]) -> None:
         """Free rows, each once."""
-        table = self.table
-        key_of, ref_cnt, step, chain = table.key, table.ref_cnt, table.step, table.chain
+        table, no_key = self.table, NO_KEY
+        key_of, ref_cnt, chain = table.key, table.ref_cnt, table.chain
         for row in rows:
-            assert key_of[row] is not NO_KEY, "row freed twice"
-            key_of[row] = NO_KEY
-            ref_cnt[row] = step[row] = -1
+            assert key_of[row] is not no_key, "row freed twice"
+            key_of[row] = no_key
+            ref_cnt[row] = -1
             chain[row] = None
         self._free += rows
 

@@ -7,7 +7,7 @@ scheduler's thread. What must stay true: a row has the position that its block h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import lt
 from typing import Any
 
@@ -17,7 +17,26 @@ from tiered_kv.hints import Hints
 
 _GROUP_BITS = 8
 """Low bits of a position that the engine gives: the last byte of the key, which is of its group's index."""
+_SHARED_MAX = 1 << 16
+"""How many positions are kept as objects that rows share, counted ones and given ones each: 32 B a row less."""
 _uses = itertools.count(1)
+_counted_positions: list[int] = []
+_given_positions: dict[int, int] = {}
+
+
+def _counted(first: int, end: int) -> Sequence[int]:
+    """Return the positions from `first` to before `end`."""
+    if end > _SHARED_MAX:
+        return range(first, end)
+    if end > len(_counted_positions):
+        _counted_positions.extend(range(len(_counted_positions), end))
+    return _counted_positions[first:end]
+
+
+def _shared(positions: Iterable[int]) -> Iterable[int]:
+    """Return equal positions, as objects that were returned before."""
+    keep = _given_positions.setdefault if len(_given_positions) < _SHARED_MAX else _given_positions.get
+    return [keep(position, position) for position in positions]
 
 
 class RequestChain:
@@ -84,12 +103,16 @@ class RequestChain:
         """
         if self.position_of is not None and self._place(rows, table):
             return
-        keys, first = table.key, self._next_position
-        if self._extended is None:
-            self._extended = []
-        self._extended.append(([keys[row] for row in rows], first))
+        key_of, first = table.key, self._next_position
+        extended = self._extended
+        if extended is None:
+            extended = self._extended = []
+        if extended and first == extended[-1][1] + len(extended[-1][0]):
+            extended[-1][0].extend([key_of[row] for row in rows])
+        else:
+            extended.append(([key_of[row] for row in rows], first))
         self._next_position = first + len(rows)
-        self._set(rows, range(first, self._next_position), table)
+        self._set(rows, _counted(first, self._next_position), table)
 
     def take(self, rows: Sequence[int], table: RowTable) -> None:
         """Move `rows`, in the order of the prefix, to this chain. No eviction order may contain them now.
@@ -115,7 +138,7 @@ class RequestChain:
         """Forget the positions: the request has ended and uses no block again."""
         self._positions = self._extended = self._ordered = self.position_of = None
 
-    def _set(self, rows: Sequence[int], positions: Sequence[int], table: RowTable) -> None:
+    def _set(self, rows: Sequence[int], positions: Iterable[int], table: RowTable) -> None:
         chain_of, position_of = table.chain, table.position
         for row, position in zip(rows, positions, strict=True):
             chain_of[row] = self
@@ -129,7 +152,7 @@ class RequestChain:
         given = ordered[1] if ordered is not None and is_known else self._given_positions(rows, table)
         if given is None:
             return False
-        self._set(rows, given, table)
+        self._set(rows, _shared(given), table)
         for position in given:
             tokens = (position >> _GROUP_BITS) - before
             if tokens > 0 and (self.step == 1 or tokens << _GROUP_BITS < self.step):

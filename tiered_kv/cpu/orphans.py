@@ -8,11 +8,10 @@ freed sooner. A row that a transfer uses waits for the transfer's end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sized
+from collections.abc import Callable, Collection, Iterable, Sized
 from typing import Any, Final, Protocol
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.key_index import KeyIndex
 from tiered_kv.cpu.row_table import RowTable
 
 SWEEP_BLOCKS: Final = 512
@@ -49,7 +48,7 @@ class Orphans:
         self._table = table
         self._free = free
         self._in_use: dict[OffloadKey, int] = {}  # swept rows that a transfer still uses
-        self.unswept: deque[KeyIndex] = deque()
+        self.unswept: deque[dict[OffloadKey, int]] = deque()
         self._remains: deque[Any] = deque()  # Any: dictionaries and lists of policies, which are dropped in parts
         self.exist = False
         self.owner: RowsOwner | None = None
@@ -61,7 +60,7 @@ class Orphans:
     def are_in_use(self) -> bool:
         """Whether a transfer uses a row from before a reset."""
         ref_cnt = self._table.ref_cnt
-        return bool(self._in_use) or any(ref_cnt[row] for index in self.unswept for _, row in index.items())
+        return bool(self._in_use) or any(ref_cnt[row] for index in self.unswept for row in index.values())
 
     def get(self, key: OffloadKey) -> int | None:
         """Return the row of this key that a transfer uses; None without one."""
@@ -72,15 +71,20 @@ class Orphans:
             row = next((each for each in found if each is not None and ref_cnt[each]), None)
         return row
 
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Return the rows of these keys that a transfer uses."""
+        return [row for row in map(self.get, keys) if row is not None]
+
     def owns(self, row: int) -> bool:
         """Return whether a row that is not free is from before a reset."""
         key = self._table.key[row]
         return self._in_use.get(key) == row or any(index.get(key) == row for index in self.unswept)
 
-    def add(self, index: KeyIndex, remains: list[Any]) -> None:
+    def add(self, index: dict[OffloadKey, int], remains: list[Any]) -> None:
         """Take over the index of a primary tier at a reset, and its policy's lists; nobody else uses them."""
-        self.unswept.append(index)
-        self.exist = True
+        if index:
+            self.unswept.append(index)
+            self.exist = True
         self._remains.extend(remains)
 
     def remove(self, row: int) -> bool:
@@ -92,7 +96,7 @@ class Orphans:
             index = next((each for each in self.unswept if each.get(key) == row), None)
             if index is None:
                 return False
-            index.remove((key,))
+            del index[key]
         self._note()
         return True
 
@@ -100,8 +104,9 @@ class Orphans:
         """Take the next `count` rows, and free those that are unused; return how many became free."""
         freed, ref_cnt = 0, self._table.ref_cnt
         while count > 0 and self.unswept:
-            swept = self.unswept[0].take(count)
-            if len(swept) < count:
+            index = self.unswept[0]
+            swept = [index.popitem() for _ in range(min(count, len(index)))]
+            if not index:
                 self.unswept.popleft()
             count -= len(swept)
             self._drop(len(swept))

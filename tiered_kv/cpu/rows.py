@@ -7,21 +7,19 @@ It does not know requests: the writer of a block, and the order in which a reque
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
 from tiered_kv.cpu.blocks_view import BlocksView
 from tiered_kv.cpu.chain import RequestChain
-from tiered_kv.cpu.key_index import KeyIndex
 from tiered_kv.cpu.orphans import Orphans, RowsOwner
 from tiered_kv.cpu.policies import CachePolicy, make_policy
 from tiered_kv.cpu.policies.checked import checked_policy
+from tiered_kv.cpu.row_table import A_LOAD, unwatched
+from tiered_kv.cpu.writers import PROMOTED, PROMOTION, Writers
 
-PROMOTION: Final = "\0promotion"
-"""The writer of a block that is loaded from a secondary tier; no request has this id."""
 EVENTS_MAX = 1 << 16
 """Limit of events that wait for `take_events`; beyond it the oldest are lost."""
 PROMOTION_ROWS_MAX = 8
@@ -47,7 +45,7 @@ class PrimaryRows:
         enable_events: Whether `take_events` reports stored and removed blocks.
     """
 
-    __slots__ = ("__dict__", "index", "step", "table", "writing")  # hot path: each lookup reads them
+    __slots__ = ("__dict__", "index", "ready_min", "ref_cnt", "step", "step_of")  # hot path: each lookup reads them
 
     def __init__(self, backend: CPUBackend, policy: str | CachePolicy = "lru", *, enable_events: bool = False) -> None:
         self.backend, self.table = backend, backend.table
@@ -55,12 +53,12 @@ class PrimaryRows:
         self.policy = checked_policy(policy, self.table)
         self._ends_every_step = self.policy is not policy  # a built-in policy protects blocks only while it evicts
         self._has_evicted = False  # in this step
-        self.index = KeyIndex()  # of ready and pinned blocks
-        self.writing: dict[OffloadKey, int] = {}  # of blocks that are being written, which are few
-        self.writers: dict[int, str] = {}
-        """The request that writes each row in state writing, or `PROMOTION`; also of rows from before a reset."""
-        self._loads: Counter[int] = Counter()
-        """How many of a row's pins are an engine's loads, for the rows that have some."""
+        self.index: dict[OffloadKey, int] = unwatched({})
+        """The row of each block that is ready, pinned or being written. A reset replaces it."""
+        self.ref_cnt, self.step_of = self.table.ref_cnt, self.table.step
+        self.ready_min = 0
+        """The least `ref_cnt` of a block that a lookup may answer at once. No block has it while a request loads nothing."""
+        self._writers = Writers()
         self.step = 0
         """Number of the scheduler's step. Blocks with this `step` are not evicted before the step ends."""
         self.epoch = 0
@@ -79,24 +77,38 @@ class PrimaryRows:
 
     def __len__(self) -> int:
         """Return the number of blocks that are ready, pinned or being written. Any thread."""
-        return len(self.index) + len(self.writing)
+        return len(self.index)
 
     def __contains__(self, key: OffloadKey) -> bool:
-        return self.row_of(key) is not None
+        return key in self.index
+
+    def writer_of(self, row: int) -> str:
+        """Return who writes a row in state writing: a request, or `PROMOTION`."""
+        return self._writers[self.ref_cnt[row]]
+
+    def written_for_others(self, keys: Iterable[OffloadKey], writer: str) -> list[OffloadKey]:
+        """Return those of `keys` that others than `writer` are writing."""
+        key_of = self.table.key
+        return [key_of[row] for row in self._writing(keys) if self.writer_of(row) != writer]
 
     def row_of(self, key: OffloadKey) -> int | None:
-        """Return the row of a block in any state; None if it is absent."""
+        """Return the row of a block that is ready or pinned; None if there is none. Any thread."""
         row = self.index.get(key)
-        return self.writing.get(key) if row is None else row
+        return row if row is not None and self.ref_cnt[row] >= 0 else None
 
     @property
     def blocks(self) -> Mapping[OffloadKey, CPUBlock]:
         """A view of all blocks that are ready, pinned or being written."""
-        return BlocksView(self.index, self.writing, self.table)
+        return BlocksView(self.index, self.table)
 
     def ready(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Return the rows of those `keys` that are ready or pinned, in this order."""
-        return [row for row in self.index.get_many(keys) if row is not None]
+        ref_cnt = self.ref_cnt
+        return [row for row in map(self.index.get, keys) if row is not None and ref_cnt[row] >= 0]
+
+    def _writing(self, keys: Iterable[OffloadKey]) -> list[int]:
+        ref_cnt = self.ref_cnt
+        return [row for row in map(self.index.get, keys) if row is not None and ref_cnt[row] < 0]
 
     def all_ready(self, keys: Collection[OffloadKey]) -> list[int]:
         """Return the row of each key.
@@ -106,7 +118,7 @@ class PrimaryRows:
         """
         found = self.ready(keys)
         if len(found) < len(keys):
-            key = next(key for key in keys if self.index.get(key) is None)
+            key = next(key for key in keys if self.row_of(key) is None)
             raise ValueError(f"block {key.hex()} is not ready to be loaded; look keys up in the same step")
         return found
 
@@ -115,15 +127,15 @@ class PrimaryRows:
 
         A present block is not evicted before the step ends, not even to store the tail of its own request.
         """
-        writing, step_of, step = self.writing, self.table.step, self.step
-        absent: dict[OffloadKey, None] = {}
-        has_present = False
-        for key, row in zip(keys, self.index.get_many(keys), strict=True):
-            if row is None and (not writing or (row := writing.get(key)) is None):
-                absent[key] = None
-            else:
-                step_of[row] = step
-                has_present = True
+        get, step_of, step = self.index.get, self.step_of, self.step
+        absent = dict.fromkeys(keys)
+        has_present = not self.index.keys().isdisjoint(keys)
+        if has_present:
+            for key in keys:
+                row = get(key)
+                if row is not None:
+                    step_of[row] = step
+                    absent.pop(key, None)
         if self.orphans.exist:
             absent = dict.fromkeys(key for key in absent if key not in self.orphans)
         return list(absent), has_present
@@ -151,12 +163,14 @@ class PrimaryRows:
         """
         if not self._make_room(len(keys), chain, evicted, ahead=self._rows_ahead if writer is PROMOTION else 0):
             return None
-        rows = self.backend.allocate(keys)
-        self.writing.update(zip(keys, rows, strict=True))
-        self.writers.update(dict.fromkeys(rows, writer))
-        source_of = self.table.source
-        for row in rows:
-            source_of[row] = source
+        if not keys:
+            return []
+        number = PROMOTED if writer is PROMOTION else self._writers.begin(writer, len(keys))
+        rows = self.backend.allocate(keys, number, source)
+        if len(rows) == 1:  # a promoted block: its hot path
+            self.index[keys[0]] = rows[0]
+        else:
+            self.index.update(zip(keys, rows, strict=True))
         self.policy.admit(chain.in_order(rows, self.table), chain)
         return rows
 
@@ -177,28 +191,27 @@ class PrimaryRows:
         Returns:
             The keys that have got a row; and the rows that stay unused, because there is a block of their key.
         """
-        stored, adopted, unused = [], [], []
-        key_of, source_of = self.table.key, self.table.source
+        stored, adopted, unused = list[OffloadKey](), list[int](), list[int]()
+        index, key_of = self.index, self.table.key
         for key, row in zip(keys, rows, strict=True):
-            if key in self or self.is_orphaned(key):
+            if key in index or self.is_orphaned(key):
                 unused.append(row)
                 continue
-            key_of[row], source_of[row] = key, 0
-            self.writing[key], self.writers[row] = row, writer
+            key_of[row] = key
+            index[key] = row
             stored.append(key)
             adopted.append(row)
+        if adopted:
+            number = self._writers.begin(writer, len(adopted))
+            for row in adopted:
+                self.ref_cnt[row] = number
         self.policy.admit(chain.in_order(adopted, self.table), chain)
         chain.extend(adopted, self.table)
         return stored, unused
 
     def touch(self, keys: Iterable[OffloadKey], chain: RequestChain) -> None:
         """Note that the request of `chain` uses the blocks of `keys`, in any state."""
-        distinct = dict.fromkeys(keys)
-        found = self.index.get_many(distinct)
-        if self.writing and None in found:
-            get = self.writing.get
-            found = [get(key) if row is None else row for key, row in zip(distinct, found, strict=True)]
-        if rows := [row for row in found if row is not None]:
+        if rows := [row for row in map(self.index.get, dict.fromkeys(keys)) if row is not None]:
             self.policy.use(chain.in_order(rows, self.table), chain)
 
     def _make_room(self, count: int, chain: RequestChain, evicted: list[OffloadKey], *, ahead: int = 0) -> bool:
@@ -211,9 +224,10 @@ class PrimaryRows:
             victims = self._victims(missing, chain, ahead=ahead)
             if victims is None:
                 return False
-            key_of = self.table.key
+            key_of, index = self.table.key, self.index
             gone = [key_of[row] for row in victims]
-            self.index.remove(gone)
+            for key in gone:
+                del index[key]
             self.backend.free_rows(victims)
             evicted += gone
             self.evicted_blocks += len(gone)
@@ -237,29 +251,27 @@ class PrimaryRows:
 
         If the engine gives positions, the returned rows are in the order of the prefix.
         """
-        get, writers = self.writing.get, self.writers
-        written = []
-        for key in dict.fromkeys(keys):
-            row = get(key)
-            if row is None:
-                if not self.orphans.exist or (row := self.orphans.get(key)) is None:
-                    continue
-                if writers.get(row) == writer and self.orphans.remove(row):
+        number, ref_cnt = self._writers.number_of(writer), self.ref_cnt
+        if not number:
+            return []
+        distinct = dict.fromkeys(keys)
+        written = [row for row in map(self.index.get, distinct) if row is not None and ref_cnt[row] == number]
+        if self.orphans.exist:
+            for row in self.orphans.rows_of(distinct):
+                if ref_cnt[row] == number and self.orphans.remove(row):
                     self.release((row,))
-            elif writers[row] == writer:
-                written.append(row)
         chain = self.table.chain[written[0]] if written else None
         if chain is not None and chain.step > 1:
             written.sort(key=self.table.position.__getitem__)
         return written
 
-    def commit(self, rows: Collection[int], keys: Iterable[OffloadKey], pins: int = 0) -> None:
-        """Make written blocks ready, pinned `pins` times; `keys` are theirs. `note_stored` makes the event."""
-        ref_cnt, writing, writers = self.table.ref_cnt, self.writing, self.writers
-        self.index.add(keys, rows)
-        for row, key in zip(rows, keys, strict=True):
+    def commit(self, rows: Sequence[int], pins: int = 0) -> None:
+        """Make blocks ready that one writer has written, pinned `pins` times. `note_stored` makes the event."""
+        ref_cnt = self.ref_cnt
+        if (number := ref_cnt[rows[0]]) != PROMOTED:
+            self._writers.end(number, len(rows))
+        for row in rows:
             ref_cnt[row] = pins
-            del writing[key], writers[row]
         if not pins:
             self.policy.add(rows)
 
@@ -276,60 +288,79 @@ class PrimaryRows:
     def forget(self, row: int) -> None:
         """Remove the block of a row in state writing; `release` frees the row."""
         key = self.table.key[row]
-        if self.writing.get(key) == row:
-            del self.writing[key]
+        if self.index.get(key) == row:
+            del self.index[key]
         else:
             self.orphans.remove(row)
         self.table.chain[row] = None
 
     def pin(self, rows: Collection[int]) -> None:
         """Pin ready blocks; one that appears twice is pinned twice."""
-        ref_cnt = self.table.ref_cnt
-        self.policy.remove([row for row in rows if not ref_cnt[row]])
+        ref_cnt = self.ref_cnt
+        self.policy.remove([row for row in dict.fromkeys(rows) if not ref_cnt[row]])
         for row in rows:
             ref_cnt[row] += 1
 
     def unpin(self, rows: Iterable[int]) -> None:
         """Remove one pin from each block. Without pins a block becomes evictable, or free if it was forgotten."""
-        ref_cnt, orphans = self.table.ref_cnt, self.orphans
-        evictable = []
+        ref_cnt, unused = self.ref_cnt, list[int]()
         for row in rows:
             ref_cnt[row] = count = ref_cnt[row] - 1
             if count <= 0:
                 assert not count, "unpinned more often than pinned"
-                if orphans.exist and orphans.remove(row):
-                    self.release((row,))
-                else:
-                    evictable.append(row)
-        if evictable:
-            self.policy.add(evictable)
+                unused.append(row)
+        self._end_use(unused)
 
     def lease(self, rows: list[int], chain: RequestChain) -> None:
         """Pin distinct ready blocks that the request of `chain` uses, until `unpin`."""
         self.pin(rows)
         self.policy.use(chain.in_order(rows, self.table), chain)
 
-    def begin_loads(self, rows: Iterable[int]) -> None:
-        """Note that an engine loads pinned blocks, until `end_loads`."""
-        self._loads.update(rows)
+    def begin_loads(self, rows: list[int], chain: RequestChain) -> None:
+        """Pin distinct ready blocks that an engine loads for the request of `chain`, until `end_loads`."""
+        ref_cnt, load = self.ref_cnt, A_LOAD
+        unused = [row for row in rows if not ref_cnt[row]]
+        self.policy.remove(unused)
+        if len(unused) == len(rows):
+            for row in rows:
+                ref_cnt[row] = load
+        else:
+            for row in rows:
+                ref_cnt[row] += load
+        self.policy.use(chain.in_order(rows, self.table), chain)
 
     def end_loads(self, keys: Iterable[OffloadKey]) -> None:
         """End one load of each block of `keys` that an engine loads. The other pins of these blocks stay."""
-        distinct = dict.fromkeys(keys)
-        found = zip(distinct, self.index.get_many(distinct), strict=True)
-        rows = [self.orphans.get(key) if row is None else row for key, row in found]
-        loaded = [row for row in rows if row is not None and self._loads[row]]
-        for row in loaded:
-            self._loads[row] -= 1
-            if not self._loads[row]:
-                del self._loads[row]
-        self.unpin(loaded)
+        ref_cnt, load, distinct = self.ref_cnt, A_LOAD, dict.fromkeys(keys)
+        rows = self.ready(distinct)
+        if self.orphans.exist:
+            rows += self.orphans.rows_of(distinct)
+        unused = []
+        for row in rows:
+            count = ref_cnt[row]
+            if count == load:
+                ref_cnt[row] = 0
+                unused.append(row)
+            elif count > load:
+                ref_cnt[row] = count - load
+        self._end_use(unused)
+
+    def _end_use(self, rows: list[int]) -> None:
+        """Make blocks evictable that have lost their last pin; free those from before a reset."""
+        if self.orphans.exist:
+            orphaned = list(filter(self.orphans.remove, rows))
+            self.release(orphaned)
+            gone = set(orphaned)
+            rows = [row for row in rows if row not in gone]
+        if rows:
+            self.policy.add(rows)
 
     def release(self, rows: Collection[int]) -> None:
         """Free rows that no transfer uses, once they are in no index."""
-        if self.writers:
-            for row in rows:
-                self.writers.pop(row, None)
+        ref_cnt = self.ref_cnt
+        for row in rows:
+            if ref_cnt[row] < -1:
+                self._writers.end(ref_cnt[row], 1)
         self.backend.free_rows(rows)
 
     # Steps, resets and the end.
@@ -362,13 +393,9 @@ class PrimaryRows:
         """Forget every key. The rows of running transfers become free when the transfers end, others in later steps."""
         self.epoch += 1
         if self._events is not None and is_reported:  # an engine must learn of each removed block
-            self._note_event([key for key, _ in self.index.items()], removed=True)
-        old = self.index.take_all()
-        ref_cnt = self.table.ref_cnt
-        remains = self.policy.clear(row for _, row in old.items() if not ref_cnt[row])
-        old.add(self.writing, self.writing.values())
-        self.writing.clear()
-        self.orphans.add(old, remains)
+            self._note_event([key for key, row in self.index.items() if self.ref_cnt[row] >= 0], removed=True)
+        old, self.index = self.index, unwatched({})
+        self.orphans.add(old, self.policy.clear(row for row in old.values() if not self.ref_cnt[row]))
         self.orphans.sweep()
 
     def close(self, *, unmap: bool = True) -> None:
@@ -377,9 +404,8 @@ class PrimaryRows:
         Args:
             unmap: False if a tier may still write into the region.
         """
-        is_in_use = self.orphans.are_in_use or bool(self.writing) or max(self.table.ref_cnt, default=0) > 0
-        self.index.take_all()
-        self.writing.clear()
+        is_in_use = self.orphans.are_in_use or any(self.ref_cnt[row] for row in self.index.values())
+        self.index.clear()
         if unmap and not is_in_use:
             self.backend.region.close()
         else:

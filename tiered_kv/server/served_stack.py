@@ -149,7 +149,7 @@ class ServedStack:
             raise
         self.manager = self.stack.manager
         self._history = self.stack.history
-        self.index = RowIndex(self.manager.primary.index, self.generations.values)
+        self.index = RowIndex(self.manager.primary.row_of, self.generations.values)
         self.sessions: dict[str, HostSession] = {}
         self.changed: dict[HostSession, None] = {}
         """Sessions with requests to answer in this step. A step looks at no other session but the next ones."""

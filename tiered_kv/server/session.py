@@ -242,7 +242,7 @@ class Session:
 
     def _tell_known(self, request: SessionRequest, keys: Sequence[OffloadKey]) -> None:
         """Tell which blocks are ready, and count a use of them: the engine need not store these blocks."""
-        found = self.host.manager.primary.index.get_many(keys)
+        found = map(self.host.manager.primary.row_of, keys)
         rows = [protocol.MISSING if row is None else row for row in found]
         self.host.manager.touch(keys, request.context)  # secondary tiers may have the others
         current = self.host.generations.values
@@ -268,11 +268,11 @@ class Session:
         answers = look_up([request.keys[index] for index in asked], request.context)
         room, ready = self._lease_room, list[int]()
         if request.is_prefix:
-            self._answer(request, *request.take_head(asked, answers, room, manager.primary.index))
+            self._answer(request, *request.take_head(asked, answers, room, manager.primary))
             return
         for index, answer in zip(asked, answers, strict=True):
             if answer and len(ready) < room:
-                row = manager.primary.index.get(request.keys[index])
+                row = manager.primary.row_of(request.keys[index])
                 assert row is not None
                 codes[index] = row
                 ready.append(row)
@@ -312,7 +312,7 @@ class Session:
 
     def _ready_rows(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the rows of the ready blocks at the head of a prefix."""
-        found = self.host.manager.primary.index.get_many(keys)
+        found = map(self.host.manager.primary.row_of, keys)
         return [row for row in takewhile(lambda row: row is not None, found) if row is not None]
 
     @property

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import truth
@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.key_index import KeyIndex
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.hints import HINTS_KEY, Hints
 from tiered_kv.server import protocol
 
@@ -83,7 +83,7 @@ class SessionRequest:
         self.codes[index:] = protocol.codes_of(protocol.MISSING, len(self.codes) - index)
 
     def take_head(
-        self, asked: Sequence[int], answers: Sequence[bool | None], room: int, index: KeyIndex
+        self, asked: Sequence[int], answers: Sequence[bool | None], room: int, rows: PrimaryRows
     ) -> tuple[list[int], int]:
         """Note the rows of the ready blocks at the head of a prefix, at most `room`. The caller leases these rows.
 
@@ -101,10 +101,10 @@ class SessionRequest:
         ready = sum(1 for _ in takewhile(truth, answers))
         self.lacks_leases = ready > room
         keys = [self.keys[place] for place in asked[: min(ready, room)]]
-        rows = [row for row in index.get_many(keys) if row is not None]
-        for place, row in zip(asked, rows, strict=False):
+        found = rows.ready(keys)
+        for place, row in zip(asked, found, strict=False):
             self.codes[place] = row
-        return rows, 0 if self.lacks_leases else answers.count(True) - ready
+        return found, 0 if self.lacks_leases else answers.count(True) - ready
 
     def unsplit_from(self, first: int) -> list[tuple[bytes, int]]:
         """Return the messages with the keys from `first` on; none if these have been split."""
@@ -135,12 +135,12 @@ class RowIndex:
     for its own key, and while its row has the noted generation: a row that is freed gets another one.
 
     Args:
-        index: The rows of the primary tier's ready blocks.
+        row_of: Returns the row of a ready block.
         generations: The generation of each row.
     """
 
-    def __init__(self, index: KeyIndex, generations: memoryview) -> None:
-        self._index = index
+    def __init__(self, row_of: Callable[[OffloadKey], int | None], generations: memoryview) -> None:
+        self._row_of = row_of
         self._generations = generations
         self._size = RING_ROWS * len(generations)
         self._places = np.zeros(len(generations), np.uint32)
@@ -184,7 +184,7 @@ class RowIndex:
         """Append the rows of a message's keys."""
         size = self._keys.itemsize
         while len(packed) == count * size > 0:
-            row = self._index.get(OffloadKey(packed[:size]))
+            row = self._row_of(OffloadKey(packed[:size]))
             if row is None:
                 break
             place = int(self._places[row])

@@ -195,7 +195,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         def answer() -> list[Explanation]:
             from tiered_kv.stack.exporters.status import explain  # here, since an interrupted import may keep its lock
 
-            return explain(history, self._manager.primary.index, keys)
+            return explain(history, self._manager.primary, keys)
 
         return self._call_thread.run(answer)
 

@@ -19,7 +19,7 @@ from tiered_kv.base import (
     RequestOffloadingContext,
 )
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
-from tiered_kv.cpu.key_index import SHARD_BYTE
+from tiered_kv.cpu.row_table import READY_NEVER
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.hints import HINT_NAMES
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -49,7 +49,7 @@ from tiered_kv.tiering.uses import Uses
 class EngineCalls(CacheManager):
     """Cascades stores to secondary tiers, and promotes loads from them; see `TieringOffloadingManager`."""
 
-    __slots__ = ("_lookup_below", "_requests", "_shards", "_step_of", "primary")  # hot path: each lookup reads them
+    __slots__ = ("_lookup_below", "primary")  # hot path: each lookup reads them
 
     def __init__(
         self,
@@ -67,7 +67,6 @@ class EngineCalls(CacheManager):
         wear_clock: Callable[[], float] | None = None,
     ) -> None:
         self.primary = primary
-        self._shards, self._step_of = primary.index.shards, primary.table.step
         self.secondary_tiers = list(secondary_tiers)
         self.limits = limits or ManagerLimits()
         self._clock, self._policy_clock = clock, wear_clock or clock
@@ -83,7 +82,7 @@ class EngineCalls(CacheManager):
             history=history,
             wear_clock=wear_clock,
         )
-        self._requests = RequestTable(self.limits, hints, clock, self.cost)
+        self._requests = RequestTable(self.limits, hints, clock, self.cost, self._answer_at_once)
         self._cascade = Cascade(primary, self._tiers, self._requests)
         self._uses = Uses(primary, self._tiers, clock)
         blocks_max = self._promotions_max(self.num_rows)
@@ -111,14 +110,16 @@ class EngineCalls(CacheManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         STEP.pauses_left = PAUSES_MAX  # `STEP.begin` inlined: its call would take half as long as the rest
-        try:
-            row = self._shards[key[SHARD_BYTE]].get(key)
-        except IndexError:
-            row = self.primary.index.get(key)
-        if row is not None and row >= self._requests.ready_min:
-            self._step_of[row] = self.primary.step
+        primary = self.primary
+        row = primary.index.get(key)
+        if row is not None and primary.ref_cnt[row] >= primary.ready_min:
+            primary.step_of[row] = primary.step
             return True
         return self._lookup_below(key, row, req_context)
+
+    def _answer_at_once(self, may_answer: bool) -> None:
+        """Let lookups answer for ready blocks without a look at the request, or not: a request may load nothing."""
+        self.primary.ready_min = 0 if may_answer else READY_NEVER
 
     @timed
     def has_row(self, key: OffloadKey, req_context: ReqContext) -> bool:
@@ -164,9 +165,8 @@ class EngineCalls(CacheManager):
             raise ValueError(f"request {req_context.req_id!r} began before a reset of the cache, and loads nothing")
         found = self.primary.all_ready(keys)
         state = self._requests.state_of(req_context)
-        distinct = found if len(set(keys)) == len(found) else self.primary.all_ready(dict.fromkeys(keys))
-        self.primary.lease(distinct, state.chain_in(req_context))
-        self.primary.begin_loads(distinct)
+        distinct = found if len(set(found)) == len(found) else list(dict.fromkeys(found))
+        self.primary.begin_loads(distinct, state.chain_in(req_context))
         self._note_load(keys, state)
         self._prefetches.leave(state)
         return CPULoadStoreSpec(found)
@@ -275,9 +275,7 @@ class EngineCalls(CacheManager):
         if state is None:
             return
         if state.stores.request_level:  # wait for stores and promotions of other requests too
-            writing, writers = self.primary.writing, self.primary.writers
-            others = (key for key in state.stores.keys if key in writing)
-            state.stores.unready = [key for key in others if writers[writing[key]] != req_context.req_id]
+            state.stores.unready = self.primary.written_for_others(state.stores.keys, req_context.req_id)
         if state.stores.pending > 0 or state.stores.unready:
             self._requests.finish(state)
             self._leave(state)
@@ -315,7 +313,9 @@ class EngineCalls(CacheManager):
     def _end_finished(self, now_s: float) -> None:
         """End the finished requests after their last stores, or when their time is over."""
         for state in [state for state in self._requests.finished if state.stores.unready]:
-            state.stores.unready = [key for key in state.stores.unready if key in self.primary.writing]
+            primary = self.primary
+            written = (key for key in state.stores.unready if key in primary and primary.row_of(key) is None)
+            state.stores.unready = list(written)
             if state.stores.pending <= 0 and not state.stores.unready:
                 self._end_request(state)
         for state in self._requests.take_over(now_s):

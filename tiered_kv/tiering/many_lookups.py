@@ -54,11 +54,13 @@ class ManyLookups:
             return [False] * len(keys)
         step_of, step = self._rows.table.step, self._rows.step
         missing: dict[OffloadKey, None] = {}
-        for key, row in zip(keys, self._rows.index.get_many(keys), strict=True):
-            if row is None:
-                missing[key] = None
-            else:
+        ref_cnt, get = self._rows.ref_cnt, self._rows.index.get
+        for key in keys:
+            row = get(key)
+            if row is not None and ref_cnt[row] >= 0:
                 step_of[row] = step
+            else:
+                missing[key] = None
         if not missing:
             return [True] * len(keys)
         below = self._search.below_many(missing, req_context)
@@ -66,8 +68,8 @@ class ManyLookups:
 
     def contains_many(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> Answers:
         """See `CalledManager.contains_many`."""
-        rows = zip(keys, self._rows.index.get_many(keys), strict=True)
-        found: dict[OffloadKey, bool | None] = {key: True for key, row in rows if row is not None}
+        row_of = self._rows.row_of
+        found: dict[OffloadKey, bool | None] = {key: True for key in keys if row_of(key) is not None}
         rest = [key for key in dict.fromkeys(keys) if key not in found]
         for guarded in self._tiers:
             if rest:
@@ -94,7 +96,7 @@ class ManyLookups:
         return answers
 
     def _is_ready(self, key: OffloadKey) -> bool:
-        return self._rows.index.get(key) is not None
+        return self._rows.row_of(key) is not None
 
     def _answer(self, keys: Sequence[OffloadKey], state: RequestState) -> Answers:
         """Look up the prefix of the keys that ends with the first missing block, and the missing blocks behind the end.

@@ -104,12 +104,12 @@ class Prefetches:
         missed = 0
         with self._search.ahead(state):
             for index, key in enumerate(keys):
-                row = self._rows.index.get(key)
+                row = self._rows.row_of(key)
                 if row is not None and state.lookups.misses_all is None:
                     self._rows.table.step[row] = self._rows.step
                     self._promotions.keep(key, row, state)
                     continue
-                answer = self._search.below(key, row, state.req_context)
+                answer = self._search.below(key, self._rows.index.get(key), state.req_context)
                 if answer is None:
                     if key not in state.loads.promoting:
                         waiting.append(key)

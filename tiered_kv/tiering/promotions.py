@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.rows import PROMOTION, PrimaryRows
+from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.cpu.writers import PROMOTION
 from tiered_kv.reasons import Learning, Reason, TooSlow
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.cascade import Cascade
@@ -187,13 +188,19 @@ class Promotions:
             return
         ok = job.loaded_keys(result)
         ready, stored, until_s = list[int](), list[OffloadKey](), self._clock() + self._hold_s
+        by_pins: dict[int, list[int]] = {}
         for key, row in self._blocks_of(job):
-            if key in ok and self._arrive(key, row, until_s):
+            promotion = self._table.get(key)
+            if key in ok and promotion is not None and promotion.row == row:  # else it was reset in the meantime
+                by_pins.setdefault(len(promotion.waiters), []).append(row)
+                self._arrive(promotion, until_s)
                 ready.append(row)
                 stored.append(key)
             else:
                 self._drop(key, row, result.cause)
                 self._rows.abandon([row])
+        for pins, rows in by_pins.items():
+            self._rows.commit(rows, pins=pins)
         self._rows.note_stored(stored)
         if ready:
             self._cascade.offer_promoted(ready, job.metadata.req_context)
@@ -318,22 +325,17 @@ class Promotions:
         """Return the keys and rows of a job."""
         return list(zip(job.metadata.keys, job.rows, strict=True))
 
-    def _arrive(self, key: OffloadKey, row: int, until_s: float) -> bool:
-        """Make a loaded block ready, and hold it for the requests that wait; return False after a reset."""
-        promotion = self._table.get(key)
-        if promotion is None or promotion.row != row:  # reset in the meantime
-            return False
+    def _arrive(self, promotion: Promotion, until_s: float) -> None:
+        """Hold a loaded block for the requests that wait; the caller makes it ready, pinned for each of them."""
+        key, waiters = promotion.key, promotion.waiters
         del self._table[key]
-        waiters = promotion.waiters
-        self._rows.commit([row], [key], pins=len(waiters))
         for state in waiters:
             state.loads.promoting.pop(key, None)
             state.loads.sources[key] = promotion.guarded.name
-        self._hold(key, row, waiters, until_s)
-        return True
+        self._hold(key, promotion.row, waiters, until_s)
 
     def _hold(self, key: OffloadKey, row: int, states: Sequence[RequestState], until_s: float) -> None:
-        """Hold a block for requests. The caller has pinned it once for each of them."""
+        """Hold a block for requests. The caller pins it once for each of them."""
         for state in states:
             state.loads.held[key] = row
             state.loads.held_until_s = until_s

@@ -24,7 +24,6 @@ PAUSE_S_MAX = 1.0
 """Limit of the seconds between two lookups that count as a wait. In a longer pause the engine does not wait."""
 
 
-_ROWS_MAX = 1 << 60
 """More rows than there are."""
 _NO_HINTS = Hints()
 
@@ -180,13 +179,17 @@ class RequestTable:
     `wait_max_s`; then failed keys may be tried again. If it waits at that time, the next one keeps its waiting time. A
     request whose last stores do not end is over `wait_max_s` after it finished. Beyond `requests_max` the oldest
     request is over. The manager ends the requests that `take_over` returns. `cost` is for requests of an engine that
-    reports no cost.
+    reports no cost. `answer_at_once` is told whether lookups may answer without a look at the request: no request loads
+    nothing.
     """
 
-    __slots__ = ("__dict__", "ready_min")  # hot path: each lookup reads it
-
     def __init__(
-        self, limits: ManagerLimits, hints: Collection[str], clock: Callable[[], float], cost: EngineCost
+        self,
+        limits: ManagerLimits,
+        hints: Collection[str],
+        clock: Callable[[], float],
+        cost: EngineCost,
+        answer_at_once: Callable[[bool], None],
     ) -> None:
         self._requests_max = limits.requests_max
         self._wait_max_s = limits.wait_max_s
@@ -199,8 +202,7 @@ class RequestTable:
         """Finished requests, each with the time (seconds) at which it is over; the earliest first."""
         self._load_skippers: set[str] = set()
         """Requests that load nothing: those with the hint `skip: load`, and the outdated ones."""
-        self.ready_min = 0
-        """The least row for `lookup`'s fast path. While a request loads nothing, it is more than any row."""
+        self._answer_at_once = answer_at_once
         self._outdated: dict[str, None] = {}
         """Requests that began before a reset and have not ended, oldest first. They store and load nothing."""
         self.pushed_out: list[RequestState] = []
@@ -299,12 +301,12 @@ class RequestTable:
 
     def _skip_loads(self, req_id: str) -> None:
         self._load_skippers.add(req_id)
-        self.ready_min = _ROWS_MAX
+        self._answer_at_once(False)
 
     def _load_again(self, req_id: str) -> None:
-        self._load_skippers.discard(req_id)
-        if not self._load_skippers:
-            self.ready_min = 0
+        if self._load_skippers:
+            self._load_skippers.discard(req_id)
+            self._answer_at_once(not self._load_skippers)
 
     def pop(self, state: RequestState) -> None:
         self.finished.pop(state, None)

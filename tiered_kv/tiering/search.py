@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.rows import PROMOTION, PrimaryRows
+from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.cpu.writers import PROMOTED
 from tiered_kv.reasons import Fate, Reason, TooSlow
 from tiered_kv.tiering.answers import WrongValueError, checked_answer, checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
@@ -101,10 +102,10 @@ class Search:
     def stop(self) -> None:
         self._searched = []
 
-    def below(self, key: OffloadKey, ready: int | None, req_context: ReqContext) -> bool | None:
-        """Return the answer for a key whose block is absent from the primary tier, or being written there.
+    def below(self, key: OffloadKey, row: int | None, req_context: ReqContext) -> bool | None:
+        """Return the answer for a key whose block is absent from the primary tier (`row` is None), or being written.
 
-        While any request skips loads, it may be there: `ready` is its row then, and else None.
+        While any request skips loads, the block may be ready.
         """
         # Hot path: runs for each key that is not in the primary tier.
         state = self._asking
@@ -113,14 +114,12 @@ class Search:
             if state is not self._asking:
                 self._attend(state)
         lookups = state.lookups
-        if lookups.misses_all is not None and not (ready is not None and lookups.misses_all is Fate.TOO_LATE):
+        if lookups.misses_all is not None and not (
+            row is not None and lookups.misses_all is Fate.TOO_LATE and self._rows.ref_cnt[row] >= 0
+        ):
             return self._answer_miss(key)
-        if ready is not None:
-            self._rows.table.step[ready] = self._rows.step
-            return True
-        writing = self._rows.writing
-        if writing and key in writing:
-            return self._await(key, state)
+        if row is not None:
+            return self._await(key, row, state)
         failed, timed_out, unanswered = lookups.failed, lookups.timed_out, lookups.unanswered
         searched = self._searched
         if (unanswered or lookups.denied) and not state.req_context.req_id:
@@ -153,15 +152,13 @@ class Search:
             return self._answer_misses(keys)
         answers: dict[OffloadKey, bool | None] = {}
         rest: list[OffloadKey] = []
-        promoting, writing, step_of = len(state.loads.promoting), self._rows.writing, self._rows.table.step
-        for key, row in zip(keys, self._rows.index.get_many(keys), strict=True):
-            if row is not None:
-                step_of[row] = self._rows.step
-                answers[key] = True
-            elif writing and key in writing:
-                answers[key] = self._await(key, state)
-            else:
+        promoting, get = len(state.loads.promoting), self._rows.index.get
+        for key in keys:
+            row = get(key)
+            if row is None:
                 rest.append(key)
+            else:
+                answers[key] = self._await(key, row, state)
         for guarded, _ in self._searched:
             if not rest:
                 break
@@ -220,9 +217,13 @@ class Search:
                 answers[key] = self._answer_miss(key)
         return rest
 
-    def _await(self, key: OffloadKey, state: RequestState) -> bool | None:
-        """Return the answer for a block that is being written."""
-        if self._rows.writers[self._rows.writing[key]] is PROMOTION:
+    def _await(self, key: OffloadKey, row: int, state: RequestState) -> bool | None:
+        """Return the answer for a block that is being written, or ready."""
+        rows = self._rows
+        if rows.ref_cnt[row] >= 0:
+            rows.step_of[row] = rows.step
+            return True
+        if rows.ref_cnt[row] == PROMOTED:
             is_known = key in state.loads.promoting
             if not self._promotions.join(key, state):
                 return self._answer_miss(key)

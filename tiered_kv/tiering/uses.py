@@ -215,7 +215,7 @@ class _Lacked:
 
     def _may_store(self, key: OffloadKey) -> int | None:
         """Return the row of a ready block; None if there is none, or if a setting keeps it out of this tier."""
-        row = self._rows.index.get(key)
+        row = self._rows.row_of(key)
         if row is None:
             return None
         is_above = self._guarded.number < self._rows.table.source[row]

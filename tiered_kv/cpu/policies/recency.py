@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
 from typing import Any
 
 from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.policies import CachePolicy
-from tiered_kv.cpu.policies.chain_order import ChainOrder, Stack
+from tiered_kv.cpu.policies.chain_order import ChainOrder
 from tiered_kv.cpu.policies.ghosts import Ghosts
 from tiered_kv.cpu.row_table import RowTable, unwatched
 
@@ -23,7 +22,7 @@ class LRUPolicy(CachePolicy):
 
     def __init__(self, table: RowTable) -> None:
         super().__init__(table)
-        self._order = ChainOrder(table, unwatched([]))
+        self._order = ChainOrder(table)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -38,26 +37,27 @@ class LRUPolicy(CachePolicy):
         self._order.discard(rows)
 
     def clear(self, rows: Iterable[int]) -> list[Any]:  # Any: parts of an order
-        old, self._order = self._order, ChainOrder(self.table, unwatched([]))
+        old, self._order = self._order, ChainOrder(self.table)
         return old.remains()
 
     def use(self, rows: Sequence[int], chain: RequestChain) -> None:
         order, chain_of = self._order, self.table.chain
         chain.refresh()
-        if all(chain_of[row] is chain for row in rows):
+        for row in rows:
+            if chain_of[row] is not chain:
+                break
+        else:
             return
-        evictable = order.discard(rows)
+        ref_cnt = self.table.ref_cnt
+        evictable = [row for row in rows if not ref_cnt[row]]
+        order.discard(evictable)
         chain.take(rows, self.table)
         order.add(evictable)
 
     def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[int] | None:
         if count > len(self._order):
             return None
-        victims = self._order.pop(count, step, spare)
-        if len(victims) < count:
-            self._order.add(victims)
-            return None
-        return victims
+        return self._order.pop(count, step, spare) if count else []
 
     def end_step(self) -> None:
         self._order.end_step()
@@ -78,14 +78,14 @@ class ARCPolicy(CachePolicy):
 
     def __init__(self, table: RowTable) -> None:
         super().__init__(table)
-        self._is_frequent = bytearray()  # by row: whether its block was seen used again
+        self._is_frequent: list[bool] = unwatched([])  # by row: whether its block was seen used again
         self._recent_ghosts, self._frequent_ghosts = Ghosts(), Ghosts()  # B1, B2
         self._recent_target = 0.0  # blocks that T1 should have
         self._begin()
 
     def _begin(self) -> None:
-        stack_of: list[Stack | None] = unwatched([])
-        self._recent, self._frequent = ChainOrder(self.table, stack_of), ChainOrder(self.table, stack_of)  # T1, T2
+        flags = self._is_frequent
+        self._recent, self._frequent = ChainOrder(self.table, flags), ChainOrder(self.table, flags, flag=True)  # T1, T2
         self._lists = self._recent, self._frequent
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class ARCPolicy(CachePolicy):
     def admit(self, rows: Sequence[int], chain: RequestChain) -> None:
         chain.refresh()
         recent, frequent, key_of = self._recent_ghosts, self._frequent_ghosts, self.table.key
-        self._is_frequent += bytes(len(self.table) - len(self._is_frequent))
+        self._is_frequent += [False] * (len(self.table) - len(self._is_frequent))
         for row in rows:
             key, is_frequent = key_of[row], False
             if recent.discard(key):
@@ -110,11 +110,12 @@ class ARCPolicy(CachePolicy):
             self._is_frequent[row] = is_frequent
 
     def add(self, rows: Collection[int]) -> None:
-        for is_frequent, group in groupby(rows, key=self._is_frequent.__getitem__):
-            self._lists[is_frequent].add(list(group))
+        for order, of_order in self._by_order(rows):
+            order.add(of_order)
 
     def remove(self, rows: Collection[int]) -> None:
-        self._discard(rows)
+        for order, of_order in self._by_order(rows):
+            order.discard(of_order)
 
     def clear(self, rows: Iterable[int]) -> list[Any]:  # Any: parts of orders
         remains = [*self._recent.remains(), *self._frequent.remains()]
@@ -127,7 +128,9 @@ class ARCPolicy(CachePolicy):
         moved = [row for row in rows if chain_of[row] is not chain]
         if not moved:
             return
-        evictable = self._discard(rows)
+        ref_cnt = self.table.ref_cnt
+        evictable = [row for row in rows if not ref_cnt[row]]
+        self.remove(evictable)
         for row in moved:
             if chain_of[row] is not None:
                 self._is_frequent[row] = True
@@ -138,13 +141,14 @@ class ARCPolicy(CachePolicy):
         if count > len(self):
             return None
         victims: list[int] = []
-        while len(victims) < count:
-            chosen = self._choose(spare)
-            if chosen is None:
-                self.add(victims)
-                return None
+        while len(victims) < count and (chosen := self._choose(spare)) is not None:
             order, chain, most = chosen
             victims += order.pop_from(chain, min(most, count - len(victims)), step)
+        for order in self._lists:
+            order.end_pop()
+        if len(victims) < count:
+            self.add(victims)
+            return None
         key_of, is_frequent = self.table.key, self._is_frequent
         for row in victims:
             (self._frequent_ghosts if is_frequent[row] else self._recent_ghosts).add(key_of[row])
@@ -155,18 +159,13 @@ class ARCPolicy(CachePolicy):
         self._recent.end_step()
         self._frequent.end_step()
 
-    def _discard(self, rows: Collection[int]) -> list[int]:
+    def _by_order(self, rows: Collection[int]) -> list[tuple[ChainOrder, Collection[int]]]:
+        """Return the rows of each list, in their order."""
         is_frequent = self._is_frequent
         frequent = [row for row in rows if is_frequent[row]]
-        if not frequent:
-            return self._recent.discard(rows)
-        if len(frequent) == len(rows):
-            return self._frequent.discard(rows)
-        removed = {
-            *self._frequent.discard(frequent),
-            *self._recent.discard(row for row in rows if not is_frequent[row]),
-        }
-        return [row for row in rows if row in removed]
+        if not frequent or len(frequent) == len(rows):  # as almost always
+            return [(self._lists[bool(frequent)], rows)]
+        return [(self._recent, [row for row in rows if not is_frequent[row]]), (self._frequent, frequent)]
 
     def _choose(self, spare: RequestChain | None) -> tuple[ChainOrder, RequestChain, int] | None:
         """Return the list that evicts next, its chain, and how many blocks to evict before the next choice; or None."""

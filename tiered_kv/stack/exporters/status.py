@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.config.stack_config import StackConfig
-from tiered_kv.cpu.key_index import KeyIndex
+from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.errors import ConfigError
 from tiered_kv.metrics.histogram import HistogramValue, quantile
 from tiered_kv.metrics.history.ledger import CPU, REQUEST_ID_CHARACTERS_MAX, EndedRequest
@@ -152,15 +152,15 @@ class Observed:
     snapshot: Callable[[], Snapshot]
 
 
-def explain(history: BlockHistory, index: KeyIndex, keys: Sequence[OffloadKey]) -> list[Explanation]:
-    """Return the fates of each block; any thread may call. It reads keys of `index`, the primary tier's."""
+def explain(history: BlockHistory, rows: PrimaryRows, keys: Sequence[OffloadKey]) -> list[Explanation]:
+    """Return the fates of each block; any thread may call. It reads keys of `rows`, the primary tier's."""
     found = []
     for key, fates in _in_slices(zip(keys, history.fates(keys), strict=True)):
         tiers = [
             TierFate(name, fate.label, None if fate is Fate.UNKNOWN else age_s)
             for name, (fate, age_s) in zip(history.names, fates, strict=True)
         ]
-        if index.get(key) is not None:
+        if rows.row_of(key) is not None:
             tiers[CPU] = TierFate(history.names[CPU], PRESENT, None)
         found.append(Explanation(key, tuple(tiers)))
     return found
@@ -189,7 +189,7 @@ def explain_query(stack: Observed, query: Mapping[str, Sequence[str]]) -> dict[s
     return {
         "namespace": stack.config.identity.digest.hex(),
         "tiers": list(stack.history.names),
-        "keys": list(_in_slices(map(_described, explain(stack.history, stack.manager.primary.index, keys)))),
+        "keys": list(_in_slices(map(_described, explain(stack.history, stack.manager.primary, keys)))),
         "requests": list(_in_slices(_described_request(stack, stack.history, request) for request in requests)),
         "estimates": stack.manager.estimates(),
         "unexplained_blocks_total": stack.history.dropped_blocks,
@@ -216,7 +216,7 @@ def _described(explanation: Explanation) -> dict[str, object]:
 
 def _described_request(stack: Observed, history: BlockHistory, request: EndedRequest) -> dict[str, object]:
     first = [] if request.first_missed is None else [request.first_missed]
-    found = explain(history, stack.manager.primary.index, first)
+    found = explain(history, stack.manager.primary, first)
     return {
         "request": request.req_id,
         "age_seconds": history.age_s(request),

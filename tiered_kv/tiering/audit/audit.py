@@ -151,7 +151,7 @@ class Audit:
         for key in audited.computed(req_context.req_id, keys):
             if group is not None and not group.is_whole(key, req_context):
                 continue
-            is_ready = self._primary.index.get(key) is not None
+            is_ready = self._primary.row_of(key) is not None
             if key not in fresh and (not is_ready or key in self._written):
                 continue
             if key not in self._primary:

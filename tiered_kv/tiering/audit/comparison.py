@@ -19,7 +19,8 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_group_idx
 from tiered_kv.config.settings import PRIMARY_NAME
-from tiered_kv.cpu.rows import PROMOTION, PrimaryRows
+from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.cpu.writers import PROMOTION
 from tiered_kv.errors import ResourceError
 from tiered_kv.system.threads import DaemonThreads
 from tiered_kv.tiering.guarded import GuardedTier
