@@ -154,7 +154,7 @@ class S3FIFOPolicy(ARCPolicy):
 
     def admit(self, rows: Sequence[int], chain: RequestChain) -> None:
         chain.refresh()
-        self._is_frequent += bytes(len(self.table) - len(self._is_frequent))
+        self._is_frequent += [False] * (len(self.table) - len(self._is_frequent))
         for row in rows:
             self._is_frequent[row] = self._recent_ghosts.discard(self.table.key[row])
 

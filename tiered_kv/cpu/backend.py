@@ -86,6 +86,10 @@ class CPUBackend(Backend):
         if not count:
             return []
         key_of, ref_cnt, source_of = self.table.key, self.table.ref_cnt, self.table.source
+        if count == 1:  # a promoted block: its hot path
+            row = self._free.pop()
+            key_of[row], ref_cnt[row], source_of[row] = keys[0], writer, source
+            return [row]
         rows = self._free[-count:]
         del self._free[-count:]
         for row, key in zip(rows, keys, strict=True):

@@ -104,13 +104,14 @@ class RequestChain:
         if self.position_of is not None and self._place(rows, table):
             return
         key_of, first = table.key, self._next_position
+        keys = [key_of[rows[0]]] if len(rows) == 1 else [key_of[row] for row in rows]
         extended = self._extended
         if extended is None:
             extended = self._extended = []
         if extended and first == extended[-1][1] + len(extended[-1][0]):
-            extended[-1][0].extend([key_of[row] for row in rows])
+            extended[-1][0].extend(keys)
         else:
-            extended.append(([key_of[row] for row in rows], first))
+            extended.append((keys, first))
         self._next_position = first + len(rows)
         self._set(rows, _counted(first, self._next_position), table)
 
@@ -140,6 +141,10 @@ class RequestChain:
 
     def _set(self, rows: Sequence[int], positions: Iterable[int], table: RowTable) -> None:
         chain_of, position_of = table.chain, table.position
+        if len(rows) == 1:  # a promoted block: its hot path
+            chain_of[rows[0]] = self
+            (position_of[rows[0]],) = positions
+            return
         for row, position in zip(rows, positions, strict=True):
             chain_of[row] = self
             position_of[row] = position
@@ -169,7 +174,7 @@ class RequestChain:
         if position_of is None:
             return None
         given: list[int] = []
-        keys = [table.key[row] for row in rows]
+        keys = [table.key[row] for row in rows] if len(rows) != 1 else [table.key[rows[0]]]
         if len(keys) > 1 and position_of(keys[0]) is not None:
             ends = [end for end in map(position_of, keys) if end is not None]
             if len(ends) == len(keys):  # as always with most engines

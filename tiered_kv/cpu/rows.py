@@ -57,7 +57,7 @@ class PrimaryRows:
         """The row of each block that is ready, pinned or being written. A reset replaces it."""
         self.ref_cnt, self.step_of = self.table.ref_cnt, self.table.step
         self.ready_min = 0
-        """The least `ref_cnt` of a block that a lookup may answer at once. No block has it while a request loads nothing."""
+        """The least `ref_cnt` that lets a lookup answer at once. While a request loads nothing, no block has it."""
         self._writers = Writers()
         self.step = 0
         """Number of the scheduler's step. Blocks with this `step` are not evicted before the step ends."""
@@ -320,13 +320,16 @@ class PrimaryRows:
         """Pin distinct ready blocks that an engine loads for the request of `chain`, until `end_loads`."""
         ref_cnt, load = self.ref_cnt, A_LOAD
         unused = [row for row in rows if not ref_cnt[row]]
-        self.policy.remove(unused)
+        if unused:
+            self.policy.remove(unused)
         if len(unused) == len(rows):
             for row in rows:
                 ref_cnt[row] = load
         else:
+            held_once = load + 1  # as a promoted block is held for its request: few objects
             for row in rows:
-                ref_cnt[row] += load
+                count = ref_cnt[row]
+                ref_cnt[row] = held_once if count == 1 else count + load
         self.policy.use(chain.in_order(rows, self.table), chain)
 
     def end_loads(self, keys: Iterable[OffloadKey]) -> None:

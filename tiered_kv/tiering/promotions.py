@@ -227,7 +227,8 @@ class Promotions:
             holders = self._held.pop(row) - 1
             if holders:
                 self._held[row] = holders
-        self._rows.unpin(rows)
+        if rows:
+            self._rows.unpin(rows)
 
     def release_overdue(self, now_s: float) -> None:
         """End expired holds."""

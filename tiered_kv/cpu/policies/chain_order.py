@@ -22,8 +22,8 @@ QUEUE_SPARE = 64
 class Stack:
     """The rows of one chain; sorted by position only when a pop finds them out of order.
 
-    A row that leaves from the middle keeps its entry, and gets another one when it comes back: to leave costs no search.
-    An entry counts if its row is in the order (see `ChainOrder`), and no later entry names the same row.
+    A row that leaves from the middle keeps its entry, and gets another one when it comes back: to leave costs no
+    search. An entry counts if its row is in the order (see `ChainOrder`), and no later entry names the same row.
     """
 
     __slots__ = ("count", "is_sorted", "rows", "top")
@@ -113,7 +113,7 @@ class ChainOrder:
         return -1 if stack is None else self._table.position[self._last(stack, chain)]
 
     def pop(self, count: int, step: int, spare: RequestChain | None) -> list[int] | None:
-        """Remove and return `count` rows in the order of eviction, none of the chain `spare`; None if there are too few.
+        """Remove and return `count` rows in the order of eviction, none of the chain `spare`; None for too few.
 
         Rows with this `step` are set aside until the step ends, so each is visited once a step at most. `spare` must
         be the most recently used chain.

@@ -50,9 +50,11 @@ class LRUPolicy(CachePolicy):
             return
         ref_cnt = self.table.ref_cnt
         evictable = [row for row in rows if not ref_cnt[row]]
-        order.discard(evictable)
+        if evictable:
+            order.discard(evictable)
         chain.take(rows, self.table)
-        order.add(evictable)
+        if evictable:
+            order.add(evictable)
 
     def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[int] | None:
         if count > len(self._order):
