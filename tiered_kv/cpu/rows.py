@@ -82,14 +82,10 @@ class PrimaryRows:
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self.index
 
-    def writer_of(self, row: int) -> str:
-        """Return who writes a row in state writing: a request, or `PROMOTION`."""
-        return self._writers[self.ref_cnt[row]]
-
     def written_for_others(self, keys: Iterable[OffloadKey], writer: str) -> list[OffloadKey]:
         """Return those of `keys` that others than `writer` are writing."""
-        key_of = self.table.key
-        return [key_of[row] for row in self._writing(keys) if self.writer_of(row) != writer]
+        number, get, ref_cnt = self._writers.number_of(writer), self.index.get, self.ref_cnt
+        return [key for key in keys if (row := get(key)) is not None and 0 > ref_cnt[row] != number]
 
     def row_of(self, key: OffloadKey) -> int | None:
         """Return the row of a block that is ready or pinned; None if there is none. Any thread."""
@@ -105,10 +101,6 @@ class PrimaryRows:
         """Return the rows of those `keys` that are ready or pinned, in this order."""
         ref_cnt = self.ref_cnt
         return [row for row in map(self.index.get, keys) if row is not None and ref_cnt[row] >= 0]
-
-    def _writing(self, keys: Iterable[OffloadKey]) -> list[int]:
-        ref_cnt = self.ref_cnt
-        return [row for row in map(self.index.get, keys) if row is not None and ref_cnt[row] < 0]
 
     def all_ready(self, keys: Collection[OffloadKey]) -> list[int]:
         """Return the row of each key.

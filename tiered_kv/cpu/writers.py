@@ -24,10 +24,6 @@ class Writers:
         self._names: dict[int, str] = {}
         self._free_numbers = itertools.count(PROMOTED - 1, -1)
 
-    def __getitem__(self, number: int) -> str:
-        """Return the writer of a number."""
-        return PROMOTION if number == PROMOTED else self._names[number]
-
     def number_of(self, writer: str) -> int:
         """Return the number of a writer; 0 if it writes no row."""
         return PROMOTED if writer is PROMOTION else self._numbers.get(writer, 0)

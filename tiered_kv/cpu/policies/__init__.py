@@ -23,10 +23,11 @@ class CachePolicy(ABC):
     """Decides which evictable block is evicted next. Owned by the manager's thread.
 
     A policy names a block by the number of its row, and reads what belongs to the row in `table`. It contains only rows
-    whose block may be evicted. The manager removes a row when its block is pinned, and adds it again when the last pin
-    is gone. So `add` does not count as a use; only `use` and `admit` do. Within a request the tail
-    must be evicted before the head: a block is worthless once a block before it in its prefix is gone. This holds
-    between requests too: if a later request uses a head, the older request's tail must still go before it.
+    whose block may be evicted, so their `table.ref_cnt` is 0. The manager removes a row before its block is pinned, and
+    adds it again after the last pin is gone. So `add` does not count as a use; only `use` and `admit` do. Within a
+    request the tail must be evicted before the head: a block is worthless once a block before it in its prefix is
+    gone. This holds between requests too: if a later request uses a head, the older request's tail must still go
+    before it.
     `table.chain[row]` is the request that used a block last, and `table.position[row]` its position in that request's
     prefix. Positions may have gaps, and a row may be added after rows of higher positions.
 
