@@ -123,14 +123,14 @@ def test_an_engine_is_told_of_blocks_that_it_waits_for_after_others_have_come() 
     first = write(KEYS[:2])
     session.handle(Message(protocol.BEGIN, 0, 0, 1, memoryview(protocol.BEGUN.pack(0, 1) + b"r")))
     ask(KEYS[:2])
-    primary.commit(first)
+    primary.commit(first, KEYS[:2])
     session.changed[1] = session.requests[1]
     host.step(lambda _, error: pytest.fail(str(error)))
     second = write(KEYS[2:4])
     told.answers.clear()
     ask(KEYS[2:4])
     assert told.answers  # else the engine takes the server for silent
-    primary.commit(second)
+    primary.commit(second, KEYS[2:4])
     session.channel = None
     host.close(1.0)
 

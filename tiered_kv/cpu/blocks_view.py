@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
-from tiered_kv.cpu.row_table import RowTable
+from tiered_kv.cpu.row_table import RowTable, in_writing
 
 
 class BlocksView(Mapping[OffloadKey, CPUBlock]):
@@ -20,7 +20,8 @@ class BlocksView(Mapping[OffloadKey, CPUBlock]):
         self._index, self._table = index, table
 
     def __getitem__(self, key: OffloadKey) -> CPUBlock:
-        return CPUBlock(self._index[key], self._table)
+        row = self._index[key]
+        return CPUBlock(row if row >= 0 else in_writing(row), self._table)
 
     def __iter__(self) -> Iterator[OffloadKey]:
         return iter(self._index)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sized
 from typing import Any, Final, Protocol
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.row_table import RowTable
+from tiered_kv.cpu.row_table import ABSENT, RowTable, in_writing
 
 SWEEP_BLOCKS: Final = 512
 """Blocks of one sweep, which takes half a millisecond."""
@@ -60,14 +60,14 @@ class Orphans:
     def are_in_use(self) -> bool:
         """Whether a transfer uses a row from before a reset."""
         ref_cnt = self._table.ref_cnt
-        return bool(self._in_use) or any(ref_cnt[row] for index in self.unswept for row in index.values())
+        return bool(self._in_use) or any(row < 0 or ref_cnt[row] for index in self.unswept for row in index.values())
 
     def get(self, key: OffloadKey) -> int | None:
         """Return the row of this key that a transfer uses; None without one."""
         row = self._in_use.get(key)
         if row is None:
             ref_cnt = self._table.ref_cnt
-            found = (index.get(key) for index in self.unswept)
+            found = (_row_in(index, key) for index in self.unswept)
             row = next((each for each in found if each is not None and ref_cnt[each]), None)
         return row
 
@@ -78,7 +78,7 @@ class Orphans:
     def owns(self, row: int) -> bool:
         """Return whether a row that is not free is from before a reset."""
         key = self._table.key[row]
-        return self._in_use.get(key) == row or any(index.get(key) == row for index in self.unswept)
+        return self._in_use.get(key) == row or any(_row_in(index, key) == row for index in self.unswept)
 
     def add(self, index: dict[OffloadKey, int], remains: list[Any]) -> None:
         """Take over the index of a primary tier at a reset, and its policy's lists; nobody else uses them."""
@@ -93,7 +93,7 @@ class Orphans:
         if self._in_use.get(key) == row:
             del self._in_use[key]
         else:
-            index = next((each for each in self.unswept if each.get(key) == row), None)
+            index = next((each for each in self.unswept if _row_in(each, key) == row), None)
             if index is None:
                 return False
             del index[key]
@@ -105,7 +105,8 @@ class Orphans:
         freed, ref_cnt = 0, self._table.ref_cnt
         while count > 0 and self.unswept:
             index = self.unswept[0]
-            swept = [index.popitem() for _ in range(min(count, len(index)))]
+            taken = [index.popitem() for _ in range(min(count, len(index)))]
+            swept = [(key, row if row >= 0 else in_writing(row)) for key, row in taken]
             if not index:
                 self.unswept.popleft()
             count -= len(swept)
@@ -141,3 +142,9 @@ class Orphans:
 
     def _note(self) -> None:
         self.exist = bool(self._in_use or self.unswept)
+
+
+def _row_in(index: dict[OffloadKey, int], key: OffloadKey) -> int | None:
+    """Return the row of a key in an index of `PrimaryRows`, in any state; None if it has none."""
+    row = index.get(key, ABSENT)
+    return row if row >= 0 else None if row == ABSENT else in_writing(row)

@@ -18,11 +18,16 @@ from tiered_kv.base import OffloadKey
 NO_KEY: Final = OffloadKey(b"")
 A_LOAD: Final = 1 << 20
 """What a load of an engine adds to `RowTable.ref_cnt`. All other pins of a row are fewer."""
-READY_NEVER: Final = 1 << 60
-"""More than any `RowTable.ref_cnt`."""
+ABSENT: Final = -1
+"""Stands for the row of a key that has none."""
 Container = TypeVar("Container", list[Any], dict[Any, Any])  # Any: of entries without a way back to it
 _untrack = ctypes.pythonapi.PyObject_GC_UnTrack
 _untrack.argtypes, _untrack.restype = [ctypes.py_object], None
+
+
+def in_writing(row: int) -> int:
+    """Return the number that stands for a row in an index while it is being written; of such a number, the row."""
+    return -2 - row
 
 
 def unwatched(container: Container) -> Container:

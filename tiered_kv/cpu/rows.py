@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import repeat
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.cpu.backend import CPUBackend, CPUBlock
@@ -17,7 +18,7 @@ from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.orphans import Orphans, RowsOwner
 from tiered_kv.cpu.policies import CachePolicy, make_policy
 from tiered_kv.cpu.policies.checked import checked_policy
-from tiered_kv.cpu.row_table import A_LOAD, unwatched
+from tiered_kv.cpu.row_table import A_LOAD, ABSENT, in_writing, unwatched
 from tiered_kv.cpu.writers import PROMOTED, PROMOTION, Writers
 
 EVENTS_MAX = 1 << 16
@@ -45,7 +46,7 @@ class PrimaryRows:
         enable_events: Whether `take_events` reports stored and removed blocks.
     """
 
-    __slots__ = ("__dict__", "index", "ready_min", "ref_cnt", "step", "step_of")  # hot path: each lookup reads them
+    __slots__ = ("__dict__", "index", "ready_min", "step", "step_of")  # hot path: each lookup reads them
 
     def __init__(self, backend: CPUBackend, policy: str | CachePolicy = "lru", *, enable_events: bool = False) -> None:
         self.backend, self.table = backend, backend.table
@@ -54,10 +55,11 @@ class PrimaryRows:
         self._ends_every_step = self.policy is not policy  # a built-in policy protects blocks only while it evicts
         self._has_evicted = False  # in this step
         self.index: dict[OffloadKey, int] = unwatched({})
-        """The row of each block that is ready, pinned or being written. A reset replaces it."""
+        """The row of each block that is ready or pinned, and `in_writing` of it while it is written: so a lookup need
+        not read more. A reset replaces the dictionary."""
         self.ref_cnt, self.step_of = self.table.ref_cnt, self.table.step
         self.ready_min = 0
-        """The least `ref_cnt` that lets a lookup answer at once. While a request loads nothing, no block has it."""
+        """The least row that a lookup may answer at once; more than any row while a request loads nothing."""
         self._writers = Writers()
         self.step = 0
         """Number of the scheduler's step. Blocks with this `step` are not evicted before the step ends."""
@@ -85,12 +87,12 @@ class PrimaryRows:
     def written_for_others(self, keys: Iterable[OffloadKey], writer: str) -> list[OffloadKey]:
         """Return those of `keys` that others than `writer` are writing."""
         number, get, ref_cnt = self._writers.number_of(writer), self.index.get, self.ref_cnt
-        return [key for key in keys if (row := get(key)) is not None and 0 > ref_cnt[row] != number]
+        return [key for key in keys if (row := get(key, ABSENT)) < ABSENT and ref_cnt[in_writing(row)] != number]
 
     def row_of(self, key: OffloadKey) -> int | None:
         """Return the row of a block that is ready or pinned; None if there is none. Any thread."""
-        row = self.index.get(key)
-        return row if row is not None and self.ref_cnt[row] >= 0 else None
+        row = self.index.get(key, ABSENT)
+        return row if row >= 0 else None
 
     @property
     def blocks(self) -> Mapping[OffloadKey, CPUBlock]:
@@ -99,8 +101,7 @@ class PrimaryRows:
 
     def ready(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Return the rows of those `keys` that are ready or pinned, in this order."""
-        ref_cnt = self.ref_cnt
-        return [row for row in map(self.index.get, keys) if row is not None and ref_cnt[row] >= 0]
+        return [row for row in map(self.index.get, keys, repeat(ABSENT)) if row >= 0]
 
     def all_ready(self, keys: Collection[OffloadKey]) -> list[int]:
         """Return the row of each key.
@@ -124,9 +125,9 @@ class PrimaryRows:
         has_present = not self.index.keys().isdisjoint(keys)
         if has_present:
             for key in keys:
-                row = get(key)
-                if row is not None:
-                    step_of[row] = step
+                row = get(key, ABSENT)
+                if row != ABSENT:
+                    step_of[row if row >= 0 else in_writing(row)] = step
                     absent.pop(key, None)
         if self.orphans.exist:
             absent = dict.fromkeys(key for key in absent if key not in self.orphans)
@@ -160,9 +161,9 @@ class PrimaryRows:
         number = PROMOTED if writer is PROMOTION else self._writers.begin(writer, len(keys))
         rows = self.backend.allocate(keys, number, source)
         if len(rows) == 1:  # a promoted block: its hot path
-            self.index[keys[0]] = rows[0]
+            self.index[keys[0]] = in_writing(rows[0])
         else:
-            self.index.update(zip(keys, rows, strict=True))
+            self.index.update(zip(keys, [-2 - row for row in rows], strict=True))
         self.policy.admit(chain.in_order(rows, self.table), chain)
         return rows
 
@@ -190,7 +191,7 @@ class PrimaryRows:
                 unused.append(row)
                 continue
             key_of[row] = key
-            index[key] = row
+            index[key] = in_writing(row)
             stored.append(key)
             adopted.append(row)
         if adopted:
@@ -203,7 +204,8 @@ class PrimaryRows:
 
     def touch(self, keys: Iterable[OffloadKey], chain: RequestChain) -> None:
         """Note that the request of `chain` uses the blocks of `keys`, in any state."""
-        if rows := [row for row in map(self.index.get, dict.fromkeys(keys)) if row is not None]:
+        found = map(self.index.get, dict.fromkeys(keys), repeat(ABSENT))
+        if rows := [row if row >= 0 else in_writing(row) for row in found if row != ABSENT]:
             self.policy.use(chain.in_order(rows, self.table), chain)
 
     def _make_room(self, count: int, chain: RequestChain, evicted: list[OffloadKey], *, ahead: int = 0) -> bool:
@@ -247,7 +249,8 @@ class PrimaryRows:
         if not number:
             return []
         distinct = dict.fromkeys(keys)
-        written = [row for row in map(self.index.get, distinct) if row is not None and ref_cnt[row] == number]
+        found = map(self.index.get, distinct, repeat(ABSENT))
+        written = [row for each in found if each < ABSENT and ref_cnt[row := -2 - each] == number]
         if self.orphans.exist:
             for row in self.orphans.rows_of(distinct):
                 if ref_cnt[row] == number and self.orphans.remove(row):
@@ -257,11 +260,12 @@ class PrimaryRows:
             written.sort(key=self.table.position.__getitem__)
         return written
 
-    def commit(self, rows: Sequence[int], pins: int = 0) -> None:
+    def commit(self, rows: Sequence[int], keys: Sequence[OffloadKey], pins: int = 0) -> None:
         """Make blocks ready that one writer has written, pinned `pins` times. `note_stored` makes the event."""
         ref_cnt = self.ref_cnt
         if (number := ref_cnt[rows[0]]) != PROMOTED:
             self._writers.end(number, len(rows))
+        self.index.update(zip(keys, rows, strict=True))
         for row in rows:
             ref_cnt[row] = pins
         if not pins:
@@ -280,7 +284,7 @@ class PrimaryRows:
     def forget(self, row: int) -> None:
         """Remove the block of a row in state writing; `release` frees the row."""
         key = self.table.key[row]
-        if self.index.get(key) == row:
+        if self.index.get(key) == in_writing(row):
             del self.index[key]
         else:
             self.orphans.remove(row)
@@ -388,9 +392,9 @@ class PrimaryRows:
         """Forget every key. The rows of running transfers become free when the transfers end, others in later steps."""
         self.epoch += 1
         if self._events is not None and is_reported:  # an engine must learn of each removed block
-            self._note_event([key for key, row in self.index.items() if self.ref_cnt[row] >= 0], removed=True)
+            self._note_event([key for key, row in self.index.items() if row >= 0], removed=True)
         old, self.index = self.index, unwatched({})
-        self.orphans.add(old, self.policy.clear(row for row in old.values() if not self.ref_cnt[row]))
+        self.orphans.add(old, self.policy.clear(row for row in old.values() if row >= 0 and not self.ref_cnt[row]))
         self.orphans.sweep()
 
     def close(self, *, unmap: bool = True) -> None:
@@ -399,7 +403,7 @@ class PrimaryRows:
         Args:
             unmap: False if a tier may still write into the region.
         """
-        is_in_use = self.orphans.are_in_use or any(self.ref_cnt[row] for row in self.index.values())
+        is_in_use = self.orphans.are_in_use or any(row < 0 or self.ref_cnt[row] for row in self.index.values())
         self.index.clear()
         if unmap and not is_in_use:
             self.backend.region.close()

@@ -42,9 +42,9 @@ class Cascade:
         selections = [(guarded, taken) for guarded in tiers if (taken := guarded.select(offer, context))]
         if all(len(taken) == len(written) for _, taken in selections):
             # The usual case: no pass over the blocks for each tier.
-            self._rows.commit(written, pins=len(selections))
+            self._rows.commit(written, keys, pins=len(selections))
         else:
-            self._rows.commit(written, pins=1)
+            self._rows.commit(written, keys, pins=1)
             for _, taken in selections:
                 self._rows.pin(taken.rows)
             self._rows.unpin(written)

@@ -19,7 +19,6 @@ from tiered_kv.base import (
     RequestOffloadingContext,
 )
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
-from tiered_kv.cpu.row_table import READY_NEVER
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.hints import HINT_NAMES
 from tiered_kv.mediums import CPULoadStoreSpec
@@ -111,15 +110,15 @@ class EngineCalls(CacheManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         STEP.pauses_left = PAUSES_MAX  # `STEP.begin` inlined: its call would take half as long as the rest
         primary = self.primary
-        row = primary.index.get(key)
-        if row is not None and primary.ref_cnt[row] >= primary.ready_min:
+        row = primary.index.get(key, -1)  # `ABSENT`, whose name would cost a step
+        if row >= primary.ready_min:
             primary.step_of[row] = primary.step
             return True
         return self._lookup_below(key, row, req_context)
 
     def _answer_at_once(self, may_answer: bool) -> None:
         """Let lookups answer for ready blocks without a look at the request, or not: a request may load nothing."""
-        self.primary.ready_min = 0 if may_answer else READY_NEVER
+        self.primary.ready_min = 0 if may_answer else self.num_rows
 
     @timed
     def has_row(self, key: OffloadKey, req_context: ReqContext) -> bool:

@@ -21,6 +21,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.row_table import ABSENT
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.tiering.answers import checked_answers, tier_exceptions
 from tiered_kv.tiering.guarded import GuardedTier
@@ -54,10 +55,10 @@ class ManyLookups:
             return [False] * len(keys)
         step_of, step = self._rows.table.step, self._rows.step
         missing: dict[OffloadKey, None] = {}
-        ref_cnt, get = self._rows.ref_cnt, self._rows.index.get
+        get = self._rows.index.get
         for key in keys:
-            row = get(key)
-            if row is not None and ref_cnt[row] >= 0:
+            row = get(key, ABSENT)
+            if row >= 0:
                 step_of[row] = step
             else:
                 missing[key] = None

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.row_table import ABSENT
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.system.step import STEP
 from tiered_kv.tiering.promotions import Promotions
@@ -104,16 +105,16 @@ class Prefetches:
         missed = 0
         with self._search.ahead(state):
             for index, key in enumerate(keys):
-                row = self._rows.row_of(key)
-                if row is not None and state.lookups.misses_all is None:
+                row = self._rows.index.get(key, ABSENT)
+                if row >= 0 and state.lookups.misses_all is None:
                     self._rows.table.step[row] = self._rows.step
                     self._promotions.keep(key, row, state)
                     continue
-                answer = self._search.below(key, self._rows.index.get(key), state.req_context)
+                answer = self._search.below(key, row, state.req_context)
                 if answer is None:
                     if key not in state.loads.promoting:
                         waiting.append(key)
-                elif answer and row is not None:
+                elif answer and row >= 0:
                     self._promotions.keep(key, row, state)
                 else:
                     missed = len(keys) - index

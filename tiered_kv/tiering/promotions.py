@@ -188,19 +188,19 @@ class Promotions:
             return
         ok = job.loaded_keys(result)
         ready, stored, until_s = list[int](), list[OffloadKey](), self._clock() + self._hold_s
-        by_pins: dict[int, list[int]] = {}
+        by_pins: dict[int, list[tuple[int, OffloadKey]]] = {}
         for key, row in self._blocks_of(job):
             promotion = self._table.get(key)
             if key in ok and promotion is not None and promotion.row == row:  # else it was reset in the meantime
-                by_pins.setdefault(len(promotion.waiters), []).append(row)
+                by_pins.setdefault(len(promotion.waiters), []).append((row, key))
                 self._arrive(promotion, until_s)
                 ready.append(row)
                 stored.append(key)
             else:
                 self._drop(key, row, result.cause)
                 self._rows.abandon([row])
-        for pins, rows in by_pins.items():
-            self._rows.commit(rows, pins=pins)
+        for pins, blocks in by_pins.items():
+            self._rows.commit([row for row, _ in blocks], [key for _, key in blocks], pins=pins)
         self._rows.note_stored(stored)
         if ready:
             self._cascade.offer_promoted(ready, job.metadata.req_context)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.row_table import ABSENT, in_writing
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.cpu.writers import PROMOTED
 from tiered_kv.reasons import Fate, Reason, TooSlow
@@ -102,10 +103,10 @@ class Search:
     def stop(self) -> None:
         self._searched = []
 
-    def below(self, key: OffloadKey, row: int | None, req_context: ReqContext) -> bool | None:
-        """Return the answer for a key whose block is absent from the primary tier (`row` is None), or being written.
+    def below(self, key: OffloadKey, row: int, req_context: ReqContext) -> bool | None:
+        """Return the answer for a key whose block is absent from the primary tier, or being written.
 
-        While any request skips loads, the block may be ready.
+        `row` is as in `PrimaryRows.index`, or `ABSENT`. While any request skips loads, the block may be ready.
         """
         # Hot path: runs for each key that is not in the primary tier.
         state = self._asking
@@ -114,11 +115,9 @@ class Search:
             if state is not self._asking:
                 self._attend(state)
         lookups = state.lookups
-        if lookups.misses_all is not None and not (
-            row is not None and lookups.misses_all is Fate.TOO_LATE and self._rows.ref_cnt[row] >= 0
-        ):
+        if lookups.misses_all is not None and not (row >= 0 and lookups.misses_all is Fate.TOO_LATE):
             return self._answer_miss(key)
-        if row is not None:
+        if row != ABSENT:
             return self._await(key, row, state)
         failed, timed_out, unanswered = lookups.failed, lookups.timed_out, lookups.unanswered
         searched = self._searched
@@ -154,8 +153,8 @@ class Search:
         rest: list[OffloadKey] = []
         promoting, get = len(state.loads.promoting), self._rows.index.get
         for key in keys:
-            row = get(key)
-            if row is None:
+            row = get(key, ABSENT)
+            if row == ABSENT:
                 rest.append(key)
             else:
                 answers[key] = self._await(key, row, state)
@@ -220,10 +219,10 @@ class Search:
     def _await(self, key: OffloadKey, row: int, state: RequestState) -> bool | None:
         """Return the answer for a block that is being written, or ready."""
         rows = self._rows
-        if rows.ref_cnt[row] >= 0:
+        if row >= 0:
             rows.step_of[row] = rows.step
             return True
-        if rows.ref_cnt[row] == PROMOTED:
+        if rows.ref_cnt[in_writing(row)] == PROMOTED:
             is_known = key in state.loads.promoting
             if not self._promotions.join(key, state):
                 return self._answer_miss(key)
