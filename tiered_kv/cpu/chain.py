@@ -113,6 +113,9 @@ class RequestChain:
         else:
             extended.append((keys, first))
         self._next_position = first + len(rows)
+        if len(rows) == 1 and first < len(_counted_positions):  # a promoted block: its hot path
+            table.chain[rows[0]], table.position[rows[0]] = self, _counted_positions[first]
+            return
         self._set(rows, _counted(first, self._next_position), table)
 
     def take(self, rows: Sequence[int], table: RowTable) -> None:

@@ -61,6 +61,8 @@ class PrimaryRows:
         self.ready_min = 0
         """The least row that a lookup may answer at once; more than any row while a request loads nothing."""
         self._writers = Writers()
+        self._allocated: dict[int, tuple[Sequence[OffloadKey], Sequence[int]]] = {}
+        """What each writer got last, by its number, until `written_by` asks for it: keys and rows."""
         self.step = 0
         """Number of the scheduler's step. Blocks with this `step` are not evicted before the step ends."""
         self.epoch = 0
@@ -101,7 +103,7 @@ class PrimaryRows:
 
     def ready(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Return the rows of those `keys` that are ready or pinned, in this order."""
-        return [row for row in map(self.index.get, keys, repeat(ABSENT)) if row >= 0]
+        return [row for row in map(self.index.get, keys) if row is not None and row >= 0]
 
     def all_ready(self, keys: Collection[OffloadKey]) -> list[int]:
         """Return the row of each key.
@@ -121,14 +123,17 @@ class PrimaryRows:
         A present block is not evicted before the step ends, not even to store the tail of its own request.
         """
         get, step_of, step = self.index.get, self.step_of, self.step
-        absent = dict.fromkeys(keys)
+        absent: dict[OffloadKey, None] = {}
         has_present = not self.index.keys().isdisjoint(keys)
         if has_present:
             for key in keys:
-                row = get(key, ABSENT)
-                if row != ABSENT:
+                row = get(key)
+                if row is None:
+                    absent[key] = None
+                else:
                     step_of[row if row >= 0 else in_writing(row)] = step
-                    absent.pop(key, None)
+        else:
+            absent = dict.fromkeys(keys)
         if self.orphans.exist:
             absent = dict.fromkeys(key for key in absent if key not in self.orphans)
         return list(absent), has_present
@@ -164,6 +169,8 @@ class PrimaryRows:
             self.index[keys[0]] = in_writing(rows[0])
         else:
             self.index.update(zip(keys, [-2 - row for row in rows], strict=True))
+        if number != PROMOTED:
+            self._allocated[number] = list(keys), rows
         self.policy.admit(chain.in_order(rows, self.table), chain)
         return rows
 
@@ -204,8 +211,12 @@ class PrimaryRows:
 
     def touch(self, keys: Iterable[OffloadKey], chain: RequestChain) -> None:
         """Note that the request of `chain` uses the blocks of `keys`, in any state."""
-        found = map(self.index.get, dict.fromkeys(keys), repeat(ABSENT))
-        if rows := [row if row >= 0 else in_writing(row) for row in found if row != ABSENT]:
+        distinct = dict.fromkeys(keys)
+        rows = self.ready(distinct)
+        if len(rows) < len(distinct):
+            found = map(self.index.get, distinct, repeat(ABSENT))
+            rows = [row if row >= 0 else in_writing(row) for row in found if row != ABSENT]
+        if rows:
             self.policy.use(chain.in_order(rows, self.table), chain)
 
     def _make_room(self, count: int, chain: RequestChain, evicted: list[OffloadKey], *, ahead: int = 0) -> bool:
@@ -240,7 +251,7 @@ class PrimaryRows:
 
     # Writes and pins.
 
-    def written_by(self, writer: str, keys: Iterable[OffloadKey]) -> list[int]:
+    def written_by(self, writer: str, keys: Collection[OffloadKey]) -> list[int]:
         """Return the rows of `keys` that this request was to write; free those that a reset has removed.
 
         If the engine gives positions, the returned rows are in the order of the prefix.
@@ -248,11 +259,13 @@ class PrimaryRows:
         number, ref_cnt = self._writers.number_of(writer), self.ref_cnt
         if not number:
             return []
-        distinct = dict.fromkeys(keys)
-        found = map(self.index.get, distinct, repeat(ABSENT))
-        written = [row for each in found if each < ABSENT and ref_cnt[row := -2 - each] == number]
+        allocated, rows = self._allocated.pop(number, ((), ()))
+        written = list(rows) if _are_same(keys, allocated) else []  # most often it names what it got last
+        if self.orphans.exist or not written or [ref_cnt[row] for row in written].count(number) < len(written):
+            found = map(self.index.get, dict.fromkeys(keys), repeat(ABSENT))
+            written = [row for each in found if each < -1 and ref_cnt[row := -2 - each] == number]
         if self.orphans.exist:
-            for row in self.orphans.rows_of(distinct):
+            for row in self.orphans.rows_of(dict.fromkeys(keys)):
                 if ref_cnt[row] == number and self.orphans.remove(row):
                     self.release((row,))
         chain = self.table.chain[written[0]] if written else None
@@ -263,8 +276,7 @@ class PrimaryRows:
     def commit(self, rows: Sequence[int], keys: Sequence[OffloadKey], pins: int = 0) -> None:
         """Make blocks ready that one writer has written, pinned `pins` times. `note_stored` makes the event."""
         ref_cnt = self.ref_cnt
-        if (number := ref_cnt[rows[0]]) != PROMOTED:
-            self._writers.end(number, len(rows))
+        self._end_writing(ref_cnt[rows[0]], len(rows))
         self.index.update(zip(keys, rows, strict=True))
         for row in rows:
             ref_cnt[row] = pins
@@ -359,8 +371,12 @@ class PrimaryRows:
         ref_cnt = self.ref_cnt
         for row in rows:
             if ref_cnt[row] < -1:
-                self._writers.end(ref_cnt[row], 1)
+                self._end_writing(ref_cnt[row], 1)
         self.backend.free_rows(rows)
+
+    def _end_writing(self, number: int, rows: int) -> None:
+        if number != PROMOTED and not self._writers.end(number, rows):
+            self._allocated.pop(number, None)
 
     # Steps, resets and the end.
 
@@ -423,3 +439,10 @@ class PrimaryRows:
     def _note_event(self, keys: list[OffloadKey], removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(OffloadingEvent(keys, self.backend.block_size, self.backend.medium, removed))
+
+
+def _are_same(keys: Collection[OffloadKey], allocated: Sequence[OffloadKey]) -> bool:
+    """Return whether an engine names just the allocated keys: a list of them, or a set, as vLLM."""
+    if isinstance(keys, set):
+        return len(keys) == len(allocated) and keys.issuperset(allocated)
+    return keys == allocated

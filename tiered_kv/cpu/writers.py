@@ -16,7 +16,7 @@ PROMOTED: Final = -2
 
 
 class Writers:
-    """The writers that write rows now: requests by their id, and `PROMOTION`."""
+    """The requests that write rows now, by their id."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -29,9 +29,7 @@ class Writers:
         return PROMOTED if writer is PROMOTION else self._numbers.get(writer, 0)
 
     def begin(self, writer: str, rows: int) -> int:
-        """Note that a writer writes so many more rows, and return its number."""
-        if writer is PROMOTION:
-            return PROMOTED
+        """Note that a request writes so many more rows, and return its number."""
         number = self._numbers.get(writer)
         if number is None:
             number = self._numbers[writer] = next(self._free_numbers)
@@ -39,12 +37,11 @@ class Writers:
         self._rows[number] = self._rows.get(number, 0) + rows
         return number
 
-    def end(self, number: int, rows: int) -> None:
-        """Note that a writer has ended so many of its rows."""
-        if number == PROMOTED:
-            return
+    def end(self, number: int, rows: int) -> int:
+        """Note that a request has ended so many of its rows; return how many are left. The last frees its number."""
         left = self._rows[number] - rows
         if left:
             self._rows[number] = left
         else:
             del self._rows[number], self._numbers[self._names.pop(number)]
+        return left

@@ -110,8 +110,8 @@ class EngineCalls(CacheManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         STEP.pauses_left = PAUSES_MAX  # `STEP.begin` inlined: its call would take half as long as the rest
         primary = self.primary
-        row = primary.index.get(key, -1)  # `ABSENT`, whose name would cost a step
-        if row >= primary.ready_min:
+        row = primary.index.get(key)
+        if row is not None and row >= primary.ready_min:
             primary.step_of[row] = primary.step
             return True
         return self._lookup_below(key, row, req_context)

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tiered_kv.base import OffloadKey
-from tiered_kv.cpu.row_table import ABSENT
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.system.step import STEP
 from tiered_kv.tiering.promotions import Promotions
@@ -105,8 +104,8 @@ class Prefetches:
         missed = 0
         with self._search.ahead(state):
             for index, key in enumerate(keys):
-                row = self._rows.index.get(key, ABSENT)
-                if row >= 0 and state.lookups.misses_all is None:
+                row = self._rows.index.get(key)
+                if row is not None and row >= 0 and state.lookups.misses_all is None:
                     self._rows.table.step[row] = self._rows.step
                     self._promotions.keep(key, row, state)
                     continue
@@ -114,7 +113,7 @@ class Prefetches:
                 if answer is None:
                     if key not in state.loads.promoting:
                         waiting.append(key)
-                elif answer and row >= 0:
+                elif answer and row is not None:  # a lookup answers True only if it is ready
                     self._promotions.keep(key, row, state)
                 else:
                     missed = len(keys) - index

@@ -162,7 +162,8 @@ class Promotions:
                     if worth or not self._is_tried(promotions, guarded, now_s):
                         self._refuse(keys[worth:], guarded, Reason.TOO_SLOW, TooSlow.CUT if worth else TooSlow.LATE)
                         del keys[worth:]
-            rows = [self._table[key].row for key in keys]
+            if len(keys) < len(rows):
+                rows = [self._table[key].row for key in keys]
             if refusal or (keys and not guarded.submit(keys, rows, state.req_context, self, is_promotion=True)):
                 self._refuse(keys, guarded, refusal or Reason.EXCEPTION)
             elif keys and cost.is_known and (promotions[0].is_try or not guarded.pace.is_known):
@@ -188,19 +189,21 @@ class Promotions:
             return
         ok = job.loaded_keys(result)
         ready, stored, until_s = list[int](), list[OffloadKey](), self._clock() + self._hold_s
-        by_pins: dict[int, list[tuple[int, OffloadKey]]] = {}
+        waiting = list[int]()
         for key, row in self._blocks_of(job):
             promotion = self._table.get(key)
             if key in ok and promotion is not None and promotion.row == row:  # else it was reset in the meantime
-                by_pins.setdefault(len(promotion.waiters), []).append((row, key))
+                waiting.append(len(promotion.waiters))
                 self._arrive(promotion, until_s)
                 ready.append(row)
                 stored.append(key)
             else:
                 self._drop(key, row, result.cause)
                 self._rows.abandon([row])
-        for pins, blocks in by_pins.items():
-            self._rows.commit([row for row, _ in blocks], [key for _, key in blocks], pins=pins)
+        for pins in set(waiting):  # most often all blocks have as many waiting requests
+            places = [place for place, each in enumerate(waiting) if each == pins]
+            rows, keys = [ready[place] for place in places], [stored[place] for place in places]
+            self._rows.commit(rows, keys, pins=pins)
         self._rows.note_stored(stored)
         if ready:
             self._cascade.offer_promoted(ready, job.metadata.req_context)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.row_table import ABSENT, in_writing
+from tiered_kv.cpu.row_table import in_writing
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.cpu.writers import PROMOTED
 from tiered_kv.reasons import Fate, Reason, TooSlow
@@ -103,10 +103,10 @@ class Search:
     def stop(self) -> None:
         self._searched = []
 
-    def below(self, key: OffloadKey, row: int, req_context: ReqContext) -> bool | None:
+    def below(self, key: OffloadKey, row: int | None, req_context: ReqContext) -> bool | None:
         """Return the answer for a key whose block is absent from the primary tier, or being written.
 
-        `row` is as in `PrimaryRows.index`, or `ABSENT`. While any request skips loads, the block may be ready.
+        `row` is as in `PrimaryRows.index`; None if absent. While any request skips loads, the block may be ready.
         """
         # Hot path: runs for each key that is not in the primary tier.
         state = self._asking
@@ -115,9 +115,11 @@ class Search:
             if state is not self._asking:
                 self._attend(state)
         lookups = state.lookups
-        if lookups.misses_all is not None and not (row >= 0 and lookups.misses_all is Fate.TOO_LATE):
+        if lookups.misses_all is not None and not (
+            row is not None and row >= 0 and lookups.misses_all is Fate.TOO_LATE
+        ):
             return self._answer_miss(key)
-        if row != ABSENT:
+        if row is not None:
             return self._await(key, row, state)
         failed, timed_out, unanswered = lookups.failed, lookups.timed_out, lookups.unanswered
         searched = self._searched
@@ -153,8 +155,8 @@ class Search:
         rest: list[OffloadKey] = []
         promoting, get = len(state.loads.promoting), self._rows.index.get
         for key in keys:
-            row = get(key, ABSENT)
-            if row == ABSENT:
+            row = get(key)
+            if row is None:
                 rest.append(key)
             else:
                 answers[key] = self._await(key, row, state)
