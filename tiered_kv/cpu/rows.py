@@ -214,8 +214,8 @@ class PrimaryRows:
         distinct = dict.fromkeys(keys)
         rows = self.ready(distinct)
         if len(rows) < len(distinct):
-            found = map(self.index.get, distinct, repeat(ABSENT))
-            rows = [row if row >= 0 else in_writing(row) for row in found if row != ABSENT]
+            found = map(self.index.get, distinct)
+            rows = [row if row >= 0 else -2 - row for row in found if row is not None]
         if rows:
             self.policy.use(chain.in_order(rows, self.table), chain)
 
