@@ -32,7 +32,7 @@ from tiered_kv.tiering import uses
 ROOT = Path(__file__).parents[2]
 ROOMS = tuple(f"{ROOT / room}/" for room in ("tiered_kv", "plugins"))
 AT_AN_IDLE_STEP_S_END = 10
-IN_ALL_THREADS = 61
+IN_ALL_THREADS = 62
 """vLLM's side, its worker's, and those of the threads of the tier included: as many of them as run meanwhile."""
 BLOCKS = 16
 BLOCK_TOKENS = 16

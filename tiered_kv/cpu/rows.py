@@ -8,18 +8,18 @@ It does not know requests: the writer of a block, and the order in which a reque
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 
 from tiered_kv.base import OffloadingEvent, OffloadKey
-from tiered_kv.cpu.backend import CPUBackend, CPUBlock
-from tiered_kv.cpu.blocks_view import BlocksView
+from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.orphans import Orphans, RowsOwner
 from tiered_kv.cpu.policies import CachePolicy, make_policy
 from tiered_kv.cpu.policies.checked import checked_policy
 from tiered_kv.cpu.row_table import A_LOAD, ABSENT, in_writing, unwatched
-from tiered_kv.cpu.writers import PROMOTED, PROMOTION, Writers
+from tiered_kv.cpu.rows_by_key import RowsByKey
+from tiered_kv.cpu.writers import PROMOTED, PROMOTION
 
 EVENTS_MAX = 1 << 16
 """Limit of events that wait for `take_events`; beyond it the oldest are lost."""
@@ -31,7 +31,7 @@ _GRANTED = OffloadKey(b"\0granted")
 """Stands for the key of a row that was granted without one."""
 
 
-class PrimaryRows:
+class PrimaryRows(RowsByKey):
     """The rows of one `CPUBackend`, by key.
 
     A block is absent, being written, ready or pinned (once for each transfer that reads it). The policy contains the
@@ -46,25 +46,17 @@ class PrimaryRows:
         enable_events: Whether `take_events` reports stored and removed blocks.
     """
 
-    __slots__ = ("__dict__", "index", "ready_min", "step", "step_of")  # hot path: each lookup reads them
+    __slots__ = ()
 
     def __init__(self, backend: CPUBackend, policy: str | CachePolicy = "lru", *, enable_events: bool = False) -> None:
-        self.backend, self.table = backend, backend.table
+        super().__init__(backend.table)
+        self.backend = backend
         policy = policy if isinstance(policy, CachePolicy) else make_policy(policy, self.table)
         self.policy = checked_policy(policy, self.table)
         self._ends_every_step = self.policy is not policy  # a built-in policy protects blocks only while it evicts
         self._has_evicted = False  # in this step
-        self.index: dict[OffloadKey, int] = unwatched({})
-        """The row of each block that is ready or pinned, and `in_writing` of it while it is written: so a lookup need
-        not read more. A reset replaces the dictionary."""
-        self.ref_cnt, self.step_of = self.table.ref_cnt, self.table.step
-        self.ready_min = 0
-        """The least row that a lookup may answer at once; more than any row while a request loads nothing."""
-        self._writers = Writers()
         self._allocated: dict[int, tuple[Sequence[OffloadKey], Sequence[int]]] = {}
         """What each writer got last, by its number, until `written_by` asks for it: keys and rows."""
-        self.step = 0
-        """Number of the scheduler's step. Blocks with this `step` are not evicted before the step ends."""
         self.epoch = 0
         """The number of resets."""
         self.evicted_blocks = 0  # in all, for `snapshot`
@@ -76,46 +68,6 @@ class PrimaryRows:
     def tell(self, owner: RowsOwner) -> None:
         """Report lost blocks to `owner` from now on."""
         self._owner = self.orphans.owner = owner
-
-    # Which blocks there are.
-
-    def __len__(self) -> int:
-        """Return the number of blocks that are ready, pinned or being written. Any thread."""
-        return len(self.index)
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self.index
-
-    def written_for_others(self, keys: Iterable[OffloadKey], writer: str) -> list[OffloadKey]:
-        """Return those of `keys` that others than `writer` are writing."""
-        number, get, ref_cnt = self._writers.number_of(writer), self.index.get, self.ref_cnt
-        return [key for key in keys if (row := get(key, ABSENT)) < ABSENT and ref_cnt[in_writing(row)] != number]
-
-    def row_of(self, key: OffloadKey) -> int | None:
-        """Return the row of a block that is ready or pinned; None if there is none. Any thread."""
-        row = self.index.get(key, ABSENT)
-        return row if row >= 0 else None
-
-    @property
-    def blocks(self) -> Mapping[OffloadKey, CPUBlock]:
-        """A view of all blocks that are ready, pinned or being written."""
-        return BlocksView(self.index, self.table)
-
-    def ready(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Return the rows of those `keys` that are ready or pinned, in this order."""
-        return [row for row in map(self.index.get, keys) if row is not None and row >= 0]
-
-    def all_ready(self, keys: Collection[OffloadKey]) -> list[int]:
-        """Return the row of each key.
-
-        Raises:
-            ValueError: A key is not ready.
-        """
-        found = self.ready(keys)
-        if len(found) < len(keys):
-            key = next(key for key in keys if self.row_of(key) is None)
-            raise ValueError(f"block {key.hex()} is not ready to be loaded; look keys up in the same step")
-        return found
 
     def find_absent(self, keys: Collection[OffloadKey]) -> tuple[list[OffloadKey], bool]:
         """Return the keys that can be stored, each once, and whether a block of another key is present.
