@@ -161,13 +161,13 @@ class PrimaryRows(RowsByKey):
         chain.extend(adopted, self.table)
         return stored, unused
 
-    def touch(self, keys: Iterable[OffloadKey], chain: RequestChain) -> None:
+    def touch(self, keys: Collection[OffloadKey], chain: RequestChain) -> None:
         """Note that the request of `chain` uses the blocks of `keys`, in any state."""
-        distinct = dict.fromkeys(keys)
-        rows = self.ready(distinct)
-        if len(rows) < len(distinct):
-            found = map(self.index.get, distinct)
-            rows = [row if row >= 0 else -2 - row for row in found if row is not None]
+        rows = self.ready(keys)
+        if len(rows) < len(keys):
+            rows = [row if row >= 0 else -2 - row for row in map(self.index.get, keys) if row is not None]
+        if len(set(rows)) < len(rows):
+            rows = list(dict.fromkeys(rows))
         if rows:
             self.policy.use(chain.in_order(rows, self.table), chain)
 
