@@ -27,6 +27,10 @@ _NO_BUCKET: Final = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBe
 _FULL: Final = frozenset({"InsufficientStorage", "AccountStorageQuotaExceeded", "QuotaExceeded"})
 _OF_TOKENS: Final = ("token request", "Azure CLI", "IMDS")
 NO_TOKEN: Final = "no token"
+NO_TOKEN_IN_TIME: Final = "or no server gave a token"
+_TOOK: Final = re.compile(r" in [\d.]+[^\s\d]{1,2}(?= - )")
+_SYSTEM_WORDS: Final = re.compile(r'(?:message|error): "([^"]{1,200})"')
+"""The words of the system in obstore's details, such as "Connection refused"."""
 
 
 def verdict_of(error: Exception) -> Verdict:
@@ -75,12 +79,14 @@ def _of_status(status: int) -> Verdict:
 
 def words_of(error: Exception) -> str:
     """Return the server's or the system's words, without URLs: a signature may be part of one."""
-    text = str(error).partition("\n\nDebug source")[0]
+    text, _, details = str(error).partition("\n\nDebug source")
+    text = _TOOK.sub("", text)
     status = _STATUS.search(text)
     if any(words in text for words in _OF_TOKENS):
         return f"{NO_TOKEN}: {_URL.sub('its server', text)}"
     if status is None:
-        return _URL.sub("the server", text)
+        system = _SYSTEM_WORDS.search(details)
+        return _URL.sub("the server", system[1] if system else text)
     message = _MESSAGE.search(text)
     said = [_code_in(text), message[1] if message else ""]
     return html.unescape(": ".join(filter(None, said))) or f"HTTP status {status[1]}{status[2].rstrip()}"
@@ -117,7 +123,11 @@ def sentence(kind: str, place: str, identity: str, reason: str, words: str, oper
     problem, remedy = said.get(reason, ("fails", ""))
     if words.startswith(NO_TOKEN):
         problem, remedy = f"cannot be asked as {identity}", "give this machine an identity, or the tier a key"
-    elif "dns error" in words or "failed to lookup" in words:
+    elif words.startswith(NO_TOKEN_IN_TIME):
+        remedy = f"{remedy}; or give this machine an identity, or the tier a key"
+    elif "failed to lookup" in words:
         remedy = "correct the host in 'endpoint', or this machine's DNS"
+    elif reason == Verdict.DENIED and ("AuthenticationFailed" in words or "failed to authenticate" in words):
+        problem, remedy = f"refuses {identity}", "correct or renew it"  # a wrong key, or a signature that has expired
     detail = words if reason in set(Verdict) else ": ".join(filter(None, (reason, words)))
     return f"{place} {problem}" + (f" ({detail})" if detail else "") + (f"; {remedy}" if remedy else "")

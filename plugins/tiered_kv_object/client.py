@@ -3,7 +3,8 @@
 The store and the control of a tier, and its administration, share one client, on any thread. These things stay true:
 
 - No call outlives its deadline. obstore ends a blocking call after `request_timeout` only. So with less time left, a
-  coroutine makes the request, and is cancelled at the deadline. It takes more of the processor.
+  coroutine makes the request, and is cancelled at the deadline. It takes more of the processor. A coroutine makes every
+  request of an identity whose tokens come from a server: while that is silent, blocking calls wait for each other.
 - obstore repeats no request: `Retries` does, with the tier's deadlines.
 - obstore's threads do not survive a fork. A process that inherits them gets an error. If other code of the process
   used obstore before the fork, requests end by their deadlines: none blocks before a coroutine has got an answer.
@@ -31,8 +32,8 @@ from tiered_kv.toolkit.objects.failures import RequestFailures
 from tiered_kv.toolkit.objects.metrics import OBJECT_METRICS
 from tiered_kv.toolkit.objects.retries import Retries
 from tiered_kv.toolkit.objects.verdict import BucketError, Verdict
-from tiered_kv_object.answers import has_answer, sentence, verdict_of, words_of
-from tiered_kv_object.identity import identity_of
+from tiered_kv_object.answers import NO_TOKEN_IN_TIME, has_answer, sentence, verdict_of, words_of
+from tiered_kv_object.identity import asks_for_tokens, identity_of, rival_of
 from tiered_kv_object.settings import AzureSettings, GcsSettings, ObstoreSettings
 
 if TYPE_CHECKING:  # obstore has these names for type checkers only
@@ -80,6 +81,7 @@ class ObjectClient:
         self.heard_s = float("-inf")  # when the server last refused a request, by `time.monotonic()`
         self._secrets = settings.secret_texts()
         self._kind = "gcs" if isinstance(settings, GcsSettings) else "azure"
+        self._asks_for_tokens = asks_for_tokens(settings)
         self._lock = threading.Lock()  # guards the three below
         self._opened = self._open()
         self._reopened_s, self._reopen_pause_s = float("-inf"), REOPEN_S
@@ -112,10 +114,11 @@ class ObjectClient:
             return Verdict.UNASKED
         opened = self._opened
         try:
-            if blocking is not None and self._is_running and left_s > self.settings.request_timeout + _MARGIN_S:
+            has_time = left_s > self.settings.request_timeout + _MARGIN_S
+            if blocking is not None and has_time and self._is_running and not self._asks_for_tokens:
                 return blocking(opened)
             verdict = asyncio.run(_within(coroutine, opened, min(left_s, self.settings.request_timeout)))
-            self._is_running = True
+            self._is_running |= verdict is not Verdict.TIMEOUT
             return verdict
         except TimeoutError:
             return Verdict.TIMEOUT
@@ -157,8 +160,10 @@ class ObjectClient:
 
     def sentence(self, reason: str, words: str, operation: str = "") -> str:
         """Return the fault of the bucket, and the remedy; without the secrets that a server may repeat."""
-        shown = foreign_text(words, self._secrets)
-        return sentence(self._kind, self.url, self._opened.identity, reason, shown, operation)
+        shown, identity = foreign_text(words, self._secrets), self._opened.identity
+        if reason == Verdict.TIMEOUT and self._asks_for_tokens:
+            shown = f"{NO_TOKEN_IN_TIME} to {identity}"
+        return sentence(self._kind, self.url, identity, reason, shown, operation)
 
     def age_s(self, meta: Any) -> float:  # Any: obstore's dictionary
         """Return an object's age by the server's clock, as far as its difference is known."""
@@ -203,6 +208,12 @@ class ObjectClient:
             "default_content_type": "application/octet-stream",
         }
         retries: Any = {"max_retries": 0, "retry_timeout": timeout}
+        if (rival := rival_of(settings)) is not None:
+            setting, variable = rival
+            raise ConfigError(
+                f"tier '{self.tier}': obstore would not use the setting '{setting}', but the variable {variable}: "
+                f"unset it, or leave the setting out"
+            )
         try:
             if settings.ca_file is not None:
                 options["root_certificate"] = Path(settings.ca_file).read_bytes()
@@ -232,13 +243,16 @@ def _open_gcs(settings: GcsSettings, given: Mapping[str, Any]) -> Store:
 
 
 def _open_azure(settings: AzureSettings, given: Mapping[str, Any]) -> Store:
-    config: AzureConfig = {"account_name": settings.account}
+    # Given, or else variables of the environment with these names would count.
+    config: AzureConfig = {"account_name": settings.account, "use_emulator": False}
     if settings.endpoint is not None:
         config["endpoint"] = settings.endpoint
     if settings.account_key is not None:
         config["account_key"] = settings.account_key.get_secret_value()
+        config["skip_signature"] = False
     if settings.sas_token is not None:
         config["sas_key"] = settings.sas_token.get_secret_value()
+        config["skip_signature"] = False
     return AzureStore(settings.container, config=config, **given)
 
 

@@ -1,4 +1,6 @@
-"""Which credentials a store uses, in words for messages; obstore tries them, and does not say which.
+"""Which credentials a store uses, in words for messages, and whether a server must give tokens for them.
+
+obstore tries them, and does not say which.
 
 `ObjectClient` asks when it opens a store, on any thread. The order is that of obstore 0.12. What must stay true: the
 words name a setting, a variable or a file, and never its value.
@@ -31,6 +33,14 @@ _MEANS: Final = {
     "AZURE_FEDERATED_TOKEN_FILE": "the workload identity of the variable AZURE_FEDERATED_TOKEN_FILE",
     "AZURE_USE_AZURE_CLI": "the login of Azure's CLI (AZURE_USE_AZURE_CLI)",
 }
+_RIVALS: Final = {
+    "access_token": _GOOGLE[1] + _GOOGLE[2],
+    "service_account_file": _GOOGLE[0] + _GOOGLE[2],
+    "account_key": _AZURE[0],
+    "sas_token": _AZURE[0] + _AZURE[1] + _AZURE[2] + _AZURE[3],
+}
+"""Variables that obstore uses in place of a setting, or does not open with it."""
+_WITHOUT_SERVER: Final = (*_GOOGLE[:3], *_AZURE[:2], _AZURE[4])
 _GCLOUD: Final = Path(".config/gcloud/application_default_credentials.json")
 
 
@@ -52,6 +62,21 @@ def identity_of(settings: ObstoreSettings, environment: Mapping[str, str] = os.e
         if getattr(settings, name) is not None:
             return f"the setting '{name}'"
     return _of_environment(_AZURE, environment) or "the managed identity of this machine"
+
+
+def rival_of(settings: ObstoreSettings, environment: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
+    """Return a setting with credentials, and the variable of this environment that would be used in its place."""
+    given = (name for name in _RIVALS if getattr(settings, name, None) is not None)
+    return next(((name, each) for name in given for each in _RIVALS[name] if environment.get(each)), None)
+
+
+def asks_for_tokens(settings: ObstoreSettings, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a server, or another program, may have to give a token before a request can be made."""
+    if any(getattr(settings, name, None) is not None for name in _RIVALS):
+        return False
+    known = _GOOGLE if isinstance(settings, GcsSettings) else _AZURE
+    found = next((names for names in known if any(map(environment.get, names))), None)
+    return found not in _WITHOUT_SERVER
 
 
 def _of_environment(known: tuple[tuple[str, ...], ...], environment: Mapping[str, str]) -> str:

@@ -152,7 +152,7 @@ class ObstoreStore(ObjectStore):
         async def head_each(opened: Opened) -> Verdict:
             room = asyncio.Semaphore(HEADS_IN_FLIGHT_MAX)
             await asyncio.gather(*(head(opened, at, room) for at in waiting))
-            return Verdict.DONE
+            return Verdict.TIMEOUT if {verdicts[at] for at in waiting} <= {Verdict.TIMEOUT} else Verdict.DONE
 
         self._client.request(None, head_each, deadline)
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 
 import pytest
 
-from tests.support.fake_s3 import FakeS3, OpenRig, error
+from tests.support.entries import rig_of
+from tests.support.fake_azure import FakeAzure
+from tests.support.fake_gcs import FakeGCS
+from tests.support.fake_s3 import FakeS3, OpenRig, answer, error
+from tests.support.loopback import LoopbackServer
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 
@@ -93,9 +100,59 @@ def test_a_server_that_hangs_keeps_no_job_past_its_deadline(cloud: FakeS3, open_
     assert time.monotonic() - begin < 15.0
 
 
-def test_a_refused_connection_is_told_apart_from_a_missing_block(cloud: FakeS3, open_rig: OpenRig) -> None:
+class Tokens(LoopbackServer):
+    """A server of managed identities, whose tokens expire at once, and which may fall silent."""
+
+    def __init__(self) -> None:
+        self.is_silent = False
+        self._over = threading.Event()
+        super().__init__()
+
+    def serve(self, sock: socket.socket) -> None:
+        with sock.makefile("rb") as reading:
+            while reading.readline():
+                while reading.readline().strip():
+                    pass
+                if self.is_silent:
+                    self._over.wait()
+                    return
+                fields = {"expires_in": "1", "expires_on": str(int(time.time()) + 1), "token_type": "Bearer"}
+                text = json.dumps({"access_token": "a-secret-token", "resource": "r", **fields})
+                sock.sendall(answer(200, text.encode(), content_type="application/json"))
+
+    def close(self) -> None:
+        self._over.set()
+        super().close()
+
+
+def test_a_token_that_expires_while_its_server_is_silent_keeps_no_job_past_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeAzure() as server, Tokens() as tokens:
+        monkeypatch.setenv("IDENTITY_ENDPOINT", f"http://{tokens.address}/token")
+        monkeypatch.setenv("IDENTITY_HEADER", "h")
+        entry = {name: value for name, value in server.entry.items() if name != "account_key"}
+        times = {"request_timeout": 2.0, "job_timeout": 4.0, "attempts": 1, "presence_ttl": 0}
+        with closing(rig_of({**entry, **times, "connections": 16}, block_bytes=4096, wait_s=60.0)) as rig:
+            keys = make_keys(16)
+            assert rig.store(keys).success
+            assert rig.load(keys) == set(keys)
+            tokens.is_silent = True
+            time.sleep(1.1)  # until the token has expired
+            begin = time.monotonic()
+            (result,) = rig.wait([rig.submit_load(keys)])
+            assert (result.success, result.reason) == (False, "timeout")
+            assert time.monotonic() - begin < 15.0  # one after the other they would take 32 s
+    assert "no server gave a token to the managed identity of this machine" in caplog.text
+    assert "a-secret-token" not in caplog.text
+
+
+def test_a_refused_connection_is_told_apart_from_a_missing_block(
+    cloud: FakeS3, open_rig: OpenRig, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = open_rig(endpoint="http://127.0.0.1:1", attempts=1)
     assert rig.store(make_keys(1)).reason == "unavailable"
+    assert "does not serve requests (Connection refused)" in caplog.text
 
 
 def test_a_missing_bucket_is_told_apart_from_a_missing_block(cloud: FakeS3, open_rig: OpenRig) -> None:
@@ -145,6 +202,15 @@ def test_a_refusal_names_the_identity_and_no_secret(
     setting = "account_key" if cloud.entry["type"] == "azure" else "access_token"
     assert f"refuses the setting '{setting}'" in caplog.text
     assert str(cloud.entry[setting]) not in caplog.text
+
+
+def test_a_wrong_key_is_to_be_corrected_and_needs_no_role(
+    cloud: FakeS3, open_rig: OpenRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = open_rig(attempts=1)
+    cloud.reply = lambda request: error(403, "AuthenticationFailed")
+    assert rig.store(make_keys(1)).reason == "denied"
+    assert "(AuthenticationFailed); correct or renew it" in caplog.text
 
 
 def test_old_blocks_are_swept_and_used_ones_renewed(cloud: FakeS3, open_rig: OpenRig) -> None:
@@ -210,3 +276,37 @@ def test_a_process_that_was_forked_after_the_library_s_use_gets_an_error_and_doe
         [sys.executable, "-W", "ignore", "-c", _FORKS], capture_output=True, text=True, timeout=300, env={**os.environ}
     )
     assert done.stdout.strip() == "7", done.stderr
+
+
+_WAITS = """
+import os, sys, time
+import obstore
+from obstore.store import GCSStore
+from tests.support.entries import rig_of
+from tiered_kv.testing.rig import make_keys
+
+endpoint, token = sys.argv[1:]
+config = {"base_url": endpoint, "bearer_token": token}
+store = GCSStore("bucket", config=config, client_options={"allow_http": True})
+obstore.put(store, "other", b"code of the process")
+process = os.fork()
+if not process:
+    times = {"request_timeout": 0.2, "lookup_timeout": 0.2, "job_timeout": 3.0, "attempts": 1, "presence_ttl": 0}
+    entry = {"type": "gcs", "bucket": "bucket", "endpoint": endpoint, "access_token": token, **times}
+    rig = rig_of(entry, block_bytes=4096, wait_s=60.0)
+    assert not any(rig.lookup(key) for key in make_keys(4))  # so that the bucket is asked in the background
+    time.sleep(1.0)
+    os._exit(0 if not rig.store(make_keys(1)).success else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+"""
+
+
+def test_requests_end_after_a_fork_although_other_code_had_used_the_library() -> None:
+    with FakeGCS() as server:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _WAITS, server.url, server.token],
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert done.stdout.strip() == "0", done.stderr

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from tiered_kv_object.identity import identity_of
+from tiered_kv.errors import ConfigError
+from tiered_kv_object.identity import asks_for_tokens, identity_of, rival_of
 from tiered_kv_object.settings import AzureSettings, GcsSettings
 
 GCS: dict[str, object] = {"bucket": "kv-blocks"}
@@ -71,3 +72,43 @@ def test_the_identity_of_gcs(entry: dict[str, object], environment: dict[str, st
 )
 def test_the_identity_of_azure(entry: dict[str, object], environment: dict[str, str], identity: str) -> None:
     assert identity_of(AzureSettings.model_validate({**AZURE, **entry}), environment) == identity
+
+
+@pytest.mark.parametrize(
+    ("entry", "environment", "rival"),
+    [
+        ({"account_key": "k"}, {"AZURE_STORAGE_TOKEN": "t"}, "AZURE_STORAGE_TOKEN"),
+        ({"account_key": "k"}, {"AZURE_FEDERATED_TOKEN_FILE": "/f", "AZURE_STORAGE_ACCOUNT_KEY": "x"}, None),
+        ({"sas_token": "s"}, {"AZURE_STORAGE_ACCOUNT_KEY": "k"}, "AZURE_STORAGE_ACCOUNT_KEY"),
+        ({}, {"AZURE_STORAGE_TOKEN": "t"}, None),
+    ],
+)
+def test_a_variable_that_takes_the_place_of_a_setting(
+    entry: dict[str, object], environment: dict[str, str], rival: str | None
+) -> None:
+    found = rival_of(AzureSettings.model_validate({**AZURE, **entry}), environment)
+    assert found == (rival and (*entry, rival))
+
+
+@pytest.mark.parametrize("variable", ["AZURE_STORAGE_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY"])
+def test_the_variable_is_an_error_that_names_both(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    from tiered_kv_object.client import ObjectClient
+
+    monkeypatch.setenv(variable, "c2VjcmV0")
+    with pytest.raises(ConfigError, match=f"'sas_token', but the variable {variable}") as caught:
+        ObjectClient(AzureSettings.model_validate({**AZURE, "sas_token": "sv=1&sig=a"}), "x")
+    assert "c2VjcmV0" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "environment", "expected"),
+    [
+        ({"account_key": "k"}, {}, False),
+        ({}, {"AZURE_STORAGE_SAS_TOKEN": "s"}, False),
+        ({}, {"AZURE_FEDERATED_TOKEN_FILE": "/f", "AZURE_STORAGE_SAS_TOKEN": "s"}, True),
+        ({}, {}, True),
+    ],
+)
+def test_whether_a_server_gives_tokens(entry: dict[str, object], environment: dict[str, str], expected: bool) -> None:
+    assert asks_for_tokens(AzureSettings.model_validate({**AZURE, **entry}), environment) is expected
