@@ -75,11 +75,6 @@ class Orphans:
         """Return the rows of these keys that a transfer uses."""
         return [row for row in map(self.get, keys) if row is not None]
 
-    def owns(self, row: int) -> bool:
-        """Return whether a row that is not free is from before a reset."""
-        key = self._table.key[row]
-        return self._in_use.get(key) == row or any(_row_in(index, key) == row for index in self.unswept)
-
     def add(self, index: dict[OffloadKey, int], remains: list[Any]) -> None:
         """Take over the index of a primary tier at a reset, and its policy's lists; nobody else uses them."""
         if index:
