@@ -49,6 +49,8 @@ class ObstoreControl(ObjectControl):
                 raise
 
         while page := self._client.call("list", next_page, self._deadline()):
+            if after is not None and page[0]["path"] <= after:  # a listing without end
+                raise self._client.error("list", "NoNextPage", "the server answers with the same page again")
             yield [Listed(self._client.age_s(each), each["path"], each["size"]) for each in page]
             after = page[-1]["path"]
 

@@ -16,10 +16,11 @@ import pytest
 from tests.support.entries import rig_of
 from tests.support.fake_azure import FakeAzure
 from tests.support.fake_gcs import FakeGCS
-from tests.support.fake_s3 import FakeS3, OpenRig, answer, error
+from tests.support.fake_s3 import FakeS3, OpenRig, Request, answer, error
 from tests.support.loopback import LoopbackServer
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
+from tiered_kv.toolkit.objects.verdict import BucketError
 
 pytest.importorskip("obstore", reason="obstore is not installed")
 
@@ -247,6 +248,26 @@ def test_a_list_with_a_missing_object_is_deleted(cloud: FakeS3) -> None:
         cloud.always["DELETE"] = "denied"
         cloud.reply = lambda request: error(403, "AuthorizationFailure") if request.method == "DELETE" else None
         assert control.delete(["kv/1", "kv/2"]) == {0: "denied", 1: "denied"}
+
+
+def test_a_listing_that_never_ends_is_an_error(cloud: FakeS3) -> None:
+    from tiered_kv.config.hooks import tier_plugins
+    from tiered_kv_object.client import ObjectClient
+    from tiered_kv_object.control import PAGE_OBJECTS, ObstoreControl
+
+    settings = tier_plugins().resolve(str(cloud.entry["type"])).settings.model_validate(cloud.entry)
+    with closing(ObstoreControl(ObjectClient(settings, "x"))) as control:  # type: ignore[arg-type]  # of one of the two
+        cloud.objects |= {f"/bucket/kv/{number:04}": b"data" for number in range(PAGE_OBJECTS + 1)}
+        first: list[bytes] = []
+
+        def same_page(request: Request) -> bytes:
+            first[:] = first or [cloud.served(request)]
+            return first[0]
+
+        cloud.reply = same_page
+        with pytest.raises(BucketError, match="the same page again"):
+            for _ in control.listed("kv/"):
+                pass
 
 
 _FORKS = """
