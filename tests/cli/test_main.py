@@ -25,6 +25,7 @@ from tiered_kv.cli import output
 from tiered_kv.cli.main import main
 from tiered_kv.config.hooks import PluginState, TierType, tier_plugins
 from tiered_kv.config.settings import TierSettings
+from tiered_kv.cpu.policies import RowTable
 from tiered_kv.cpu.policies.recency import LRUPolicy
 from tiered_kv.tiering.base import JobMetadata
 
@@ -43,8 +44,8 @@ class FlippingTier(FourMethodTier):
 
 
 class FailingPolicy(LRUPolicy):
-    def __init__(self, num_blocks: int) -> None:
-        raise RuntimeError(f"cannot order {num_blocks} blocks")
+    def __init__(self, table: RowTable) -> None:
+        raise RuntimeError(f"cannot order {table.num_blocks} blocks")
 
 
 class FailingDescriptionTier(FourMethodTier):
