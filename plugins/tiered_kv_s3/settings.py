@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from typing import Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from tiered_kv.config.secrets import STRAY_CHARACTER, stray_character
 from tiered_kv.config.units import FilePath, Seconds
-from tiered_kv.toolkit.objects.settings import ObjectSettings
+from tiered_kv.toolkit.objects.settings import ObjectSettings, checked_endpoint
 
 
 class S3Settings(ObjectSettings):
@@ -77,18 +76,7 @@ class S3Settings(ObjectSettings):
     @field_validator("endpoint_url")
     @classmethod
     def _check_endpoint(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        try:
-            parts = urlsplit(url)
-            port_is_good = parts.port is None or parts.port > 0
-        except ValueError:
-            raise ValueError("expected http://HOST:PORT or https://HOST:PORT") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_good:
-            raise ValueError("expected http://HOST:PORT or https://HOST:PORT")
-        if parts.username is not None or parts.query or parts.fragment:
-            raise ValueError("expected a URL without user, query and fragment; credentials have settings of their own")
-        return url
+        return None if url is None else checked_endpoint(url)
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

@@ -6,6 +6,7 @@ A tier's settings subclass `ObjectSettings`; `config.stack_config` reads them on
 from __future__ import annotations
 
 from typing import Final
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
@@ -57,3 +58,17 @@ class ObjectSettings(CodecSettings):
     def takes(self, block_bytes: int) -> tuple[Take, ...]:
         sockets = self.connections + HEADS_IN_FLIGHT_MAX
         return (Take("descriptors", sockets, "connections"), Take("threads", sockets + 2, "connections"))
+
+
+def checked_endpoint(url: str) -> str:
+    """Return the URL of a server as it was given; ValueError, in words for its user, if it is no such URL."""
+    try:
+        parts = urlsplit(url)
+        port_is_good = parts.port is None or parts.port > 0
+    except ValueError:
+        raise ValueError("expected http://HOST:PORT or https://HOST:PORT") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_good:
+        raise ValueError("expected http://HOST:PORT or https://HOST:PORT")
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError("expected a URL without user, query and fragment; credentials have settings of their own")
+    return url
