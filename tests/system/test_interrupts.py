@@ -16,14 +16,14 @@ import pytest
 
 from tests.support.faulty import FourMethodTier, Gate, HeldJobsTier
 from tests.support.interrupt_cases import BLOCK_BYTES, BLOCKS, CONTENT, WAIT_S, check_stack, interrupt_call, new_keys
-from tests.support.interrupts import Interrupt, handled, interrupt, signal_main_thread, signalled
+from tests.support.interrupts import Interrupt, handled, interrupt, interrupts, signal_main_thread, signalled
 from tests.support.shortages import Resource, Shortage, outage
 from tests.support.stacks import PATIENT, Register, stack_of
 from tests.support.threads import no_threads
 from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.stack.open import open_stack
-from tiered_kv.system import interrupts
-from tiered_kv.system.threads import DaemonThreads, run_all, start_thread
+from tiered_kv.system import interrupts as call_threads
+from tiered_kv.system.threads import DaemonThreads, call_within, run_all, start_thread
 from tiered_kv.tiering.base import TierSpec
 
 MEMORY: dict[str, object] = {"type": "memory", "capacity": "1 MiB", **PATIENT}
@@ -42,6 +42,18 @@ def test_an_interrupted_call_leaves_nothing_behind(over: str, verb: str) -> None
 @pytest.mark.parametrize("over", ["stack", "direct"])
 def test_an_interrupted_opening_leaves_nothing_open(over: str) -> None:
     assert interrupt_call(over, "open", MEMORY, 199) >= 5
+
+
+def test_a_call_with_a_limit_may_be_interrupted_wherever_a_handler_runs() -> None:
+    ends: list[None] = []
+    count = sum(
+        1
+        for _ in interrupts(
+            lambda: lambda: call_within(WAIT_S, lambda: ends.append(None), "limited"), where_handlers_run=True
+        )
+    )
+    assert count >= 10
+    assert ends
 
 
 @pytest.fixture
@@ -89,9 +101,9 @@ def test_a_handler_may_close_the_stack_while_a_call_waits(held: Gate) -> None:
 def test_an_interrupted_caller_waits_a_limited_time_for_a_call_that_hangs(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupts, "_END_S", 0.1)
+    monkeypatch.setattr(call_threads, "_END_S", 0.1)
     gate.close()
-    calls, began_s, undone = interrupts.CallThread("tiered-kv-calls"), time.monotonic(), Gate(is_open=False)
+    calls, began_s, undone = call_threads.CallThread("tiered-kv-calls"), time.monotonic(), Gate(is_open=False)
 
     def hang() -> bool:
         signal_main_thread()

@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 from tiered_kv.errors import ResourceError
+from tiered_kv.system.interrupts import CallThread
 
 _log = logging.getLogger(__name__)
 
@@ -75,12 +76,20 @@ def _run(future: Future[Any], function: Callable[[], Any]) -> None:
 def call_within(limit_s: float, work: Callable[[], T], name: str, undo: Callable[[T], object] | None = None) -> T:
     """Run `work`, which may hang in the kernel, on a thread of its own; return its result, or raise its exception.
 
-    `undo` gets a result that comes too late, or after an exception of the waiting thread.
+    `undo` gets a result that comes too late, or after an exception of the waiting thread. A signal handler that raises
+    in the main thread leaves no thread hanging: see `CallThread`.
 
     Raises:
         TimeoutError: `work` has not ended in time. The thread of `work` is left behind.
         ResourceError: The system gives no thread.
     """
+    if threading.current_thread() is threading.main_thread():
+        call = partial(_call_within, limit_s, work, name, undo)
+        return CallThread(f"{name}-call").run(call, undo=undo or _keep)
+    return _call_within(limit_s, work, name, undo)
+
+
+def _call_within(limit_s: float, work: Callable[[], T], name: str, undo: Callable[[T], object] | None) -> T:
     future: Future[T] = Future()
     thread = start_thread(_run, name, future, work)
     try:
@@ -95,6 +104,10 @@ def call_within(limit_s: float, work: Callable[[], T], name: str, undo: Callable
         raise
     finally:
         del future  # the traceback of an error of `work` keeps this frame: its variable `future` would keep the error
+
+
+def _keep(result: object) -> None:
+    """Undo nothing."""
 
 
 def _undo(undo: Callable[[Any], object], future: Future[Any]) -> None:  # Any: the result of a call
