@@ -17,6 +17,7 @@ gcs, azure      the tier types
 settings        their YAML entries
 identity        which credentials are used, in words
 client          the connection: requests with deadlines, and credentials that are read again
+loop            coroutines that are cancelled at their deadline, without asyncio's descriptors
 answers         obstore's errors as verdicts and sentences
 store           requests for blocks
 control         listings, deletes and renewals

@@ -3,21 +3,22 @@
 The store and the control of a tier, and its administration, share one client, on any thread. These things stay true:
 
 - No call outlives its deadline. obstore ends a blocking call after `request_timeout` only. So with less time left, a
-  coroutine makes the request, and is cancelled at the deadline. It takes more of the processor. A coroutine makes every
-  request of an identity whose tokens come from a server: while that is silent, blocking calls wait for each other.
+  coroutine makes the request, and is cancelled at the deadline (`loop`). It takes more of the processor. A coroutine
+  makes every request of an identity whose tokens come from a server: while that is silent, blocking calls wait for each
+  other.
 - obstore repeats no request: `Retries` does, with the tier's deadlines.
 - obstore's threads do not survive a fork. A process that inherits them gets an error. If other code of the process
-  used obstore before the fork, requests end by their deadlines: none blocks before a coroutine has got an answer.
+  used obstore before the fork, requests end by their deadlines: none blocks before a coroutine has got an answer. Nor
+  does a client block in a process that inherits it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ from tiered_kv.toolkit.objects.retries import Retries
 from tiered_kv.toolkit.objects.verdict import BucketError, Verdict
 from tiered_kv_object.answers import NO_TOKEN_IN_TIME, has_answer, sentence, verdict_of, words_of
 from tiered_kv_object.identity import asks_for_tokens, identity_of, rival_of
+from tiered_kv_object.loop import run_within
 from tiered_kv_object.settings import AzureSettings, GcsSettings, ObstoreSettings
 
 if TYPE_CHECKING:  # obstore has these names for type checkers only
@@ -70,9 +72,7 @@ class ObjectClient:
     def __init__(self, settings: ObstoreSettings, tier: str) -> None:
         global _process
         if _process not in (0, os.getpid()):
-            raise ConfigError(
-                f"tier '{tier}': obstore was used before this process was forked; open the stack after it"
-            )
+            raise ConfigError("obstore was used before this process was forked; open the stack after it")
         _process = os.getpid()
         self.settings = settings
         self.tier = tier
@@ -103,7 +103,7 @@ class ObjectClient:
     def request(
         self,
         blocking: Callable[[Opened], Verdict] | None,
-        coroutine: Callable[[Opened], Awaitable[Verdict]],
+        coroutine: Callable[[Opened], Coroutine[Any, Any, Verdict]],
         deadline: float,
     ) -> Verdict:
         """Make one attempt of a request, by `blocking` if there is the time for it."""
@@ -115,9 +115,10 @@ class ObjectClient:
         opened = self._opened
         try:
             has_time = left_s > self.settings.request_timeout + _MARGIN_S
-            if blocking is not None and has_time and self._is_running and not self._asks_for_tokens:
+            may_block = has_time and self._is_running and not self._asks_for_tokens and os.getpid() == _process
+            if blocking is not None and may_block:
                 return blocking(opened)
-            verdict = asyncio.run(_within(coroutine, opened, min(left_s, self.settings.request_timeout)))
+            verdict = run_within(coroutine(opened), min(left_s, self.settings.request_timeout))
             self._is_running |= verdict is not Verdict.TIMEOUT
             return verdict
         except TimeoutError:
@@ -135,7 +136,7 @@ class ObjectClient:
             return Verdict.CREDENTIALS
         return verdict
 
-    def call(self, operation: str, coroutine: Callable[[Opened], Awaitable[T]], deadline: float) -> T | None:
+    def call(self, operation: str, coroutine: Callable[[Opened], Coroutine[Any, Any, T]], deadline: float) -> T | None:
         """Return the result of a request in the background; None if the object is missing.
 
         Raises `BucketError`: it failed in all attempts.
@@ -210,10 +211,8 @@ class ObjectClient:
         retries: Any = {"max_retries": 0, "retry_timeout": timeout}
         if (rival := rival_of(settings)) is not None:
             setting, variable = rival
-            raise ConfigError(
-                f"tier '{self.tier}': obstore would not use the setting '{setting}', but the variable {variable}: "
-                f"unset it, or leave the setting out"
-            )
+            used = f"obstore would not use the setting '{setting}', but the variable {variable}"
+            raise ConfigError(f"{used}: unset it, or leave the setting out")
         try:
             if settings.ca_file is not None:
                 options["root_certificate"] = Path(settings.ca_file).read_bytes()
@@ -227,7 +226,7 @@ class ObjectClient:
             raise ConfigError(f"no certificates can be read: {error.strerror}", location="ca_file") from None
         except Exception as error:  # obstore's, which have no common class; the text may quote a key
             said = foreign_text(str(error).partition("\n\nDebug")[0], self._secrets)
-            raise ConfigError(f"tier '{self.tier}': obstore refuses {identity_of(settings)}: {said}") from None
+            raise ConfigError(f"obstore refuses {identity_of(settings)}: {said}") from None
         return Opened(store, identity_of(settings))
 
 
@@ -254,8 +253,3 @@ def _open_azure(settings: AzureSettings, given: Mapping[str, Any]) -> Store:
         config["sas_key"] = settings.sas_token.get_secret_value()
         config["skip_signature"] = False
     return AzureStore(settings.container, config=config, **given)
-
-
-async def _within(coroutine: Callable[[Opened], Awaitable[Verdict]], opened: Opened, limit_s: float) -> Verdict:
-    async with asyncio.timeout(limit_s):
-        return await coroutine(opened)

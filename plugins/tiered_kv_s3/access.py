@@ -75,7 +75,7 @@ class BucketAccess:
             self._session: Any = self._open_session()  # Any: boto3 makes its classes at run time
             self.region: str = settings.region or self._session.region_name or DEFAULT_REGION
         except library_errors() as error:
-            raise ConfigError(f"tier '{tier}': boto3 refuses the settings: {type(error).__name__}") from None
+            raise ConfigError(f"boto3 refuses the settings: {type(error).__name__}") from None
         self._asking = self._provider_of(self._session)
 
     def credentials(self, deadline: float) -> Credentials:
@@ -165,11 +165,11 @@ class BucketAccess:
             url = client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "x"})
             client.close()
         except library_errors() as error:
-            raise ConfigError(f"tier '{self._tier}': boto3 finds no endpoint: {type(error).__name__}") from None
+            raise ConfigError(f"boto3 finds no endpoint: {type(error).__name__}") from None
         try:
             return Endpoint.of_url(url)
         except ValueError as error:
-            raise ConfigError(f"tier '{self._tier}': {error}") from None
+            raise ConfigError(str(error)) from None
 
     def _make_client(self, config: Mapping[str, Any], **arguments: Any) -> Any:
         from botocore.config import Config

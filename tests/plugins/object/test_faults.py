@@ -11,21 +11,26 @@ import threading
 import time
 from contextlib import closing
 
+import numpy as np
 import pytest
 
 from tests.support.entries import rig_of
 from tests.support.fake_azure import FakeAzure
 from tests.support.fake_gcs import FakeGCS
-from tests.support.fake_s3 import FakeS3, OpenRig, Request, answer, error
+from tests.support.fake_s3 import BLOCK_BYTES, WAIT_S, FakeS3, OpenRig, Request, answer, error
 from tests.support.loopback import LoopbackServer
+from tests.support.stacks import block_hashes, stack_of
+from tiered_kv.metrics.counters import count_of
+from tiered_kv.stack.open import open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv.toolkit.objects.verdict import BucketError
+from tiered_kv.toolkit.record import record_bytes_max
 
 pytest.importorskip("obstore", reason="obstore is not installed")
 
 
-@pytest.mark.parametrize("fault", ["slow_down", "error_500", "reset", "close", "garbage", "truncate"])
+@pytest.mark.parametrize("fault", ["slow_down", "throttled", "error_500", "reset", "close", "garbage", "truncate"])
 def test_a_passing_fault_is_retried(cloud: FakeS3, open_rig: OpenRig, fault: str) -> None:
     rig = open_rig()
     keys = make_keys(2)
@@ -70,6 +75,7 @@ def test_an_object_of_a_wrong_length_is_a_miss_and_deleted(cloud: FakeS3, open_r
     ("fault", "reason"),
     [
         ("slow_down", "slow_down"),
+        ("throttled", "slow_down"),
         ("error_500", "unavailable"),
         ("reset", "broken"),
         ("stall", "timeout"),
@@ -88,6 +94,32 @@ def test_a_lasting_fault_fails_the_load_with_its_reason_and_ends_with_it(
     assert (result.success, result.reason) == (False, reason)
     cloud.always.clear()
     wait_until(lambda: rig.load([key]) == {key}, what="the end of the fault")
+
+
+def test_a_server_that_throttles_everything_opens_the_breaker_until_it_serves_again(cloud: FakeS3) -> None:
+    keys, blocks = make_keys(4), np.ones((4, 512), np.uint8)
+    others = [make_keys(1, f"prompt {number}") for number in range(4)]
+    times = {"attempts": 2, "job_timeout": "60s", "lookup_timeout": "60s", "presence_ttl": 0}
+    entry = {**cloud.entry, **times, "breaker_failures": 2, "breaker_cooldown": "50ms"}
+    with open_stack(stack_of(entry, blocks=4, block_bytes=512)) as stack:
+        assert stack.put(block_hashes(keys), blocks, timeout=WAIT_S) == 4
+        assert stack.flush(WAIT_S)
+        cloud.always |= dict.fromkeys(("GET", "HEAD", "PUT"), "throttled")
+
+        def counted(*names: str) -> int:
+            return count_of(stack.counters(), str(cloud.entry["type"]), *names)
+
+        def has_opened() -> bool:
+            for each in others:  # they take the rows of the blocks above
+                stack.put(block_hashes(each), blocks[:1], timeout=WAIT_S)
+                stack.flush(WAIT_S)
+            return counted("breaker_opened_total") > 0
+
+        wait_until(has_opened, what="the breaker's opening")
+        assert counted("tier", "slow_down_answers_total") > 1
+        assert set(stack.counters()[str(cloud.entry["type"])]["tier"]["failed_requests_total"]["put"]) == {"slow_down"}
+        cloud.always.clear()
+        wait_until(lambda: stack.get(block_hashes(keys), blocks, WAIT_S) == 4, what="its closing")
 
 
 @pytest.mark.parametrize("timeout_s", [0.2, 30.0], ids=["of the request", "of the job"])
@@ -227,6 +259,25 @@ def test_old_blocks_are_swept_and_used_ones_renewed(cloud: FakeS3, open_rig: Ope
     assert rig.tier.stats()["failed_renewals_total"] == 0
 
 
+def test_what_a_process_leaves_beyond_the_capacity_is_deleted_by_the_next_sweep(
+    cloud: FakeS3, open_rig: OpenRig
+) -> None:
+    """A process that ends before its first sweep leaves all that it stored."""
+
+    def left() -> int:
+        return sum("/blocks/" in each for each in cloud.objects)
+
+    capacity = 2 * record_bytes_max(BLOCK_BYTES)
+    rig = open_rig(capacity=capacity, sweep_interval="1d")
+    assert rig.store(make_keys(4)).success
+    rig.close()
+    assert left() == 4
+    rig = open_rig(capacity=capacity, sweep_interval="100ms")
+    assert rig.store(make_keys(1, "another")).success
+    wait_until(lambda: left() <= 2, what="a sweep")
+    assert rig.tier.stats()["failed_sweeps_total"] == 0
+
+
 def test_a_list_with_a_missing_object_is_deleted(cloud: FakeS3) -> None:
     from tiered_kv.config.hooks import tier_plugins
     from tiered_kv.toolkit.objects.verdict import BucketError
@@ -320,6 +371,34 @@ if not process:
     os._exit(0 if not rig.store(make_keys(1)).success else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 """
+
+
+_INHERITS = """
+import os, sys, time
+from tests.support.fake_gcs import FakeGCS
+from tiered_kv_object.client import ObjectClient
+from tiered_kv_object.settings import GcsSettings
+from tiered_kv_object.store import ObstoreStore
+
+with FakeGCS() as server:
+    settings = GcsSettings.model_validate({**server.entry, "name": "x", "request_timeout": 0.2, "attempts": 1})
+    store = ObstoreStore(ObjectClient(settings, "x"))
+    for _ in range(2):
+        assert store.put("block", [b"data"], time.monotonic() + 60.0) == "done"
+    process = os.fork()
+    if not process:
+        os._exit(7 if store.put("block", [b"data"], time.monotonic() + 60.0) == "timeout" else 1)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    assert store.put("block", [b"data"], time.monotonic() + 60.0) == "done"
+    store.close()
+"""
+
+
+def test_a_request_of_a_forked_process_ends_and_its_parent_goes_on() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _INHERITS], capture_output=True, text=True, timeout=300
+    )
+    assert (done.stdout.strip(), done.returncode) == ("7", 0), done.stderr
 
 
 def test_requests_end_after_a_fork_although_other_code_had_used_the_library() -> None:

@@ -99,6 +99,7 @@ def test_the_variable_is_an_error_that_names_both(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=f"'sas_token', but the variable {variable}") as caught:
         ObjectClient(AzureSettings.model_validate({**AZURE, "sas_token": "sv=1&sig=a"}), "x")
     assert "c2VjcmV0" not in str(caught.value)
+    assert "tier" not in str(caught.value)  # the stack names the tier's place
 
 
 @pytest.mark.parametrize(
