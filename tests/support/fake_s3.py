@@ -72,6 +72,7 @@ def _cut_off(data: bytes) -> bytes:
 
 FAULTS: dict[str, Callable[[bytes], Reply]] = {  # by name, from the object's bytes
     "slow_down": lambda _: error(503, "SlowDown"),
+    "throttled": lambda _: error(429, "TooManyRequests"),
     "error_500": lambda _: error(500, "InternalError"),
     "chunked_503": lambda _: b"HTTP/1.1 503 x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n<Code\r\n2\r\n>a\r\n0\r\n\r\n",
     "reset": lambda _: Then(b"", "reset"),

@@ -22,7 +22,7 @@ __all__ = ["open_rig", "server"]
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("fault", ["slow_down", "error_500", "chunked_503", "reset", "close", "garbage"])
+@pytest.mark.parametrize("fault", ["slow_down", "throttled", "error_500", "chunked_503", "reset", "close", "garbage"])
 def test_a_passing_fault_is_retried(server: FakeS3, open_rig: OpenRig, fault: str) -> None:
     rig = open_rig()
     keys = make_keys(2)
@@ -50,6 +50,7 @@ def test_a_body_that_is_cut_off_stalled_or_wrong_is_read_again(server: FakeS3, o
     ("fault", "reason"),
     [
         ("slow_down", "slow_down"),
+        ("throttled", "slow_down"),
         ("error_500", "unavailable"),
         ("reset", "broken"),
         ("truncate", "broken"),
