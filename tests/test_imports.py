@@ -46,7 +46,7 @@ PLUGINS = sorted(path.name for path in (ROOT / "plugins").glob("tiered_kv_*"))
 
 ENGINES = ("lmcache", "sglang", "transformers", "vllm")
 """Whose plugins are there, beside those of tiers."""
-GROUND = "base mediums abstract backend errors hints reasons"
+GROUND = "base mediums abstract backend errors hints received reasons"
 """The interfaces and words that every room uses."""
 ROOMS: list[tuple[str, ...]] = [
     (*(f"tiered_kv.{name}" for name in GROUND.split()), "tiered_kv.config.units"),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         TierError,
         TierUnavailableError,
     )
+    from tiered_kv.received import Received
     from tiered_kv.server.connect import HostStack, connect
     from tiered_kv.stack.async_stack import AsyncStack
     from tiered_kv.stack.open import EngineStack, Stack, open_engine_stack, open_stack
@@ -50,6 +51,7 @@ __all__ = [
     "MissingExtraError",
     "Namespace",
     "PrefixOffloadingManager",
+    "Received",
     "ResourceError",
     "ShutdownError",
     "Stack",
@@ -72,6 +74,7 @@ _MODULES = {
     "tiered_kv.direct.tiers": "DirectTiers",
     "tiered_kv.errors": "ConfigError FormatError MissingExtraError ResourceError ShutdownError TierBusyError "
     "TierError TierUnavailableError TieredKVError",
+    "tiered_kv.received": "Received",
     "tiered_kv.server.connect": "HostStack connect",
     "tiered_kv.stack.open": "EngineStack Stack open_engine_stack open_stack",
     "tiered_kv.config.stack_config": "StackConfig load_config",

@@ -25,6 +25,9 @@ from tiered_kv_vllm.groups import check_kinds
 from tiered_kv_vllm.manager import TieredKVManager
 from tiered_kv_vllm.metrics import forget_metrics
 
+REPORT_KEY = "tiered_kv_report"
+"""The key in `kv_transfer_params` by which a request asks what it got, and the key of the answer."""
+
 _SPEC = {"spec_name": "TieredKVOffloadingSpec", "spec_module_path": "tiered_kv_vllm"}
 
 _log = logging.getLogger(__name__)
@@ -92,6 +95,25 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
             left = None if found is None else request.num_tokens - num_computed_tokens - found
             ours.was_looked_up(name, left)
         return answer
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._reported(request, super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._reported(request, super().request_finished_all_groups(request, block_ids))
+
+    def _reported(self, request: Any, answer: tuple[bool, dict[str, Any] | None]) -> tuple[bool, dict[str, Any] | None]:
+        """Add to vLLM's answer what a request got, if the request asks for it.
+
+        Only then: in a disaggregated setup these parameters go on to another engine. A question is taken out, since
+        vLLM's `MultiConnector` raises if two connectors answer it.
+        """
+        asked, is_delayed, params = request.kv_transfer_params, *answer
+        if self._tiered_kv is None or not isinstance(asked, dict) or asked.pop(REPORT_KEY, None) is not True:
+            return answer
+        return is_delayed, {**(params or {}), REPORT_KEY: self._tiered_kv.report_of(request.request_id)}
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)

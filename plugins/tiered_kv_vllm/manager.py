@@ -91,6 +91,8 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         lookup."""
         self._requests: set[str] = set()
         """Ids of the requests that vLLM has."""
+        self._computed: dict[str, int] = {}
+        """The tokens of each request's prompt that vLLM computes, neither in the GPU's cache nor in a tier."""
         self._uncomputed: dict[str, int] = {}
         """The tokens that vLLM has not scheduled yet, by request that has begun or begins in this step."""
 
@@ -210,8 +212,19 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
             self._waiting[req_id] = promoting, time.monotonic()
             return
         self._waiting.pop(req_id, None)
+        self._computed.setdefault(req_id, uncomputed_tokens)
         self._uncomputed[req_id] = uncomputed_tokens
         self._set_backlog()
+
+    def report_of(self, req_id: str) -> dict[str, object]:
+        """Return what a request got, as JSON."""
+        received = self._manager.received(ReqContext(req_id))
+        return {
+            "blocks": received.blocks,
+            "tokens": received.tokens,
+            "computed_tokens": self._computed.get(req_id, 0),
+            "waited_seconds": received.waited_s,
+        }
 
     def _set_stalled(self) -> None:
         self._manager.cost.stalled = max(0, len(self._requests) - 1)
@@ -244,6 +257,7 @@ class TieredKVManager(OffloadingManager):  # type: ignore[misc]  # vLLM is not t
         self._set_stalled()
         self._waiting.pop(req_context.req_id, None)
         self._uncomputed.pop(req_context.req_id, None)
+        self._computed.pop(req_context.req_id, None)
         self._manager.on_request_finished(req_context)
 
     def on_schedule_end(self, context: Any) -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from tiered_kv.config.entries import check_entries
 from tiered_kv.config.hooks import REFERENCE, TierType, tier_plugins
@@ -158,12 +158,25 @@ class EventSettings(StrictModel):
         description="The first frame of each message; of several topics, each message is sent with each.",
     )
 
+    requests: Topic | None = Field(
+        default=None,
+        description="The topic of messages about each ended request, and what it got; by default there are none.",
+    )
+
     @field_validator("topic", mode="before")
     @classmethod
     def _one_is_a_list_of_one(cls, topic: object) -> object:
         if isinstance(topic, (list, tuple)) and not 1 <= len(topic) <= TOPICS_MAX:
             raise ValueError(f"expected from 1 to {TOPICS_MAX} topics")
         return (topic,) if isinstance(topic, str) else topic
+
+    @field_validator("requests")
+    @classmethod
+    def _no_subscriber_of_blocks_gets_requests(cls, requests: str | None, info: ValidationInfo) -> str | None:
+        topics = info.data.get("topic", ())
+        if requests is not None and requests.startswith(topics):
+            raise ValueError(f"expected a topic that begins with none of {', '.join(map(repr, topics))}")
+        return requests
 
 
 class PrefillSettings(StrictModel):
@@ -260,6 +273,13 @@ class StackConfig(StrictModel):
     @classmethod
     def _entries_by_their_types(cls, entries: object) -> object:
         return () if entries is None else check_entries(entries, ("secondary",), {PRIMARY_NAME: "the primary tier"})
+
+    @model_validator(mode="after")
+    def _requests_have_a_history(self) -> StackConfig:
+        if self.events is not None and self.events.requests is not None and not self.history:
+            message = "what requests got is counted in the history: expected a 'history' above 0"
+            raise ConfigError(message, location="events.requests")
+        return self
 
     @model_validator(mode="after")
     def _sizes_hold_blocks(self) -> StackConfig:

@@ -14,9 +14,11 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.hints import Hints
+from tiered_kv.received import LoadCounts
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import HostLink
 from tiered_kv.server.protocol import ROW_MAX, Message, ProtocolError
+from tiered_kv.tiering.requests import PAUSE_S_MAX
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +45,12 @@ class AttachedRequest:
     """The first final answer for each of `keys`, or `WAITING`."""
     row_of: dict[OffloadKey, int] = field(default_factory=dict)
     """The last answer for each key, without the answers that `read` has not sorted: use `rows`."""
-    _tiers: dict[OffloadKey, int] = field(default_factory=dict)  # numbers of tiers, of promoted blocks only
+    _tiers: dict[OffloadKey, str] = field(default_factory=dict)  # of promoted blocks only
+    counts: LoadCounts = field(default_factory=dict)
+    """What it has loaded."""
+    waited_s: float = 0.0
+    """Seconds that its lookups have waited, in all."""
+    _waits_since_s: float | None = None  # the last of its lookups that waited, by the manager's clock
     known_asked: list[Sequence[OffloadKey]] = field(default_factory=list)
     """Keys that the engine has, and for which the server was asked whether they are stored; one entry a message."""
     stored: dict[OffloadKey, bool | None] = field(default_factory=dict)
@@ -69,11 +76,23 @@ class AttachedRequest:
             self.read()
         return self.row_of
 
-    def tier_of(self, key: OffloadKey) -> int:
-        """Return the number of the tier that a block was promoted from; 0 for none."""
+    @property
+    def sources(self) -> dict[OffloadKey, str]:
+        """The tier that each promoted block came from."""
         if self.is_unread:
             self.read()
-        return self._tiers.get(key, 0)
+        return self._tiers
+
+    def wait(self, now_s: float) -> None:
+        """Note that a lookup waits."""
+        self.end_wait(now_s)
+        self._waits_since_s = now_s
+
+    def end_wait(self, now_s: float) -> None:
+        """Note that its lookups wait no more, or waited until now."""
+        if self._waits_since_s is not None:
+            self.waited_s += min(now_s - self._waits_since_s, PAUSE_S_MAX)
+            self._waits_since_s = None
 
     def ask(self, keys: Iterable[OffloadKey]) -> bool:
         """Note keys to ask the server for, `REQUEST_KEYS_MAX` in all; return whether there are new ones."""
@@ -153,8 +172,9 @@ class AttachedRequest:
         else:
             self._codes[start : start + count] = rows
         self.row_of.update(zip(keys, rows, strict=True))
-        if tiers.strip(b"\0"):
-            self._tiers.update((key, tier) for key, tier in zip(keys, tiers, strict=True) if tier)
+        if tiers.strip(b"\0") and self.link is not None:
+            names = self.link.welcome.tiers
+            self._tiers.update((key, names[tier]) for key, tier in zip(keys, tiers, strict=True) if tier)
         misses = 0
         if protocol.may_have_codes(body):
             misses = rows.count(protocol.MISSING)

@@ -23,6 +23,7 @@ from tiered_kv.base import (
 )
 from tiered_kv.hints import HintReader, Hints
 from tiered_kv.metrics.registry import Registry
+from tiered_kv.received import CPU, Received, count_load, groups_of, received_of
 from tiered_kv.server import protocol
 from tiered_kv.server.attach import Attachment, HostLink, HostRows
 from tiered_kv.server.attached_counts import AttachedCounts
@@ -181,9 +182,13 @@ class AttachedManager(CacheManager):
         return 0 if request is None else sum(row == protocol.WAITING for row in request.rows.values())
 
     def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
+        request = self._requests.get(req_context.req_id)
+        return CPU if request is None else request.sources.get(key, CPU)
+
+    def received(self, req_context: ReqContext) -> Received:
         request, link = self._requests.get(req_context.req_id), self.link
-        number = 0 if request is None else request.tier_of(key)
-        return "cpu" if link is None else link.welcome.tiers[number]
+        tokens = 0 if link is None else link.welcome.block_tokens
+        return Received() if request is None else received_of(request.counts, request.waited_s, tokens)
 
     # Transfers.
 
@@ -195,6 +200,8 @@ class AttachedManager(CacheManager):
             raise ValueError("a block is not ready to be loaded; look keys up in the same step")
         self._requests.count_transfers(request, len(set(keys)))
         self._counts.loaded_blocks += len(found)
+        request.end_wait(self._now_s)
+        count_load(request.counts, groups_of(keys), keys, request.sources)
         return link.rows_of(found)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -360,6 +367,7 @@ class AttachedManager(CacheManager):
         link = self.link
         if link is None or self.server.is_silent:
             return False
+        request.wait(self._now_s)
         if request.number in self._requests.unsent:  # the step has not ended in which it was looked up
             return None
         limit_s = link.welcome.answer_s if request.waits_for_answer else link.welcome.wait_s

@@ -10,8 +10,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast, overload
 
+from tiered_kv.received import Received
 from tiered_kv.stack.buffers import Blocks
 from tiered_kv.stack.calls import HintsAsGiven, end_of
 
@@ -57,12 +59,24 @@ class AsyncStack:
 
     @overload
     async def get(
-        self, keys: Sequence[bytes], out: None = None, timeout: float = ..., *, hints: HintsAsGiven = ...
+        self,
+        keys: Sequence[bytes],
+        out: None = None,
+        timeout: float = ...,
+        *,
+        hints: HintsAsGiven = ...,
+        received: Received | None = ...,
     ) -> Blocks: ...
 
     @overload
     async def get(
-        self, keys: Sequence[bytes], out: AnyBuffer, timeout: float = ..., *, hints: HintsAsGiven = ...
+        self,
+        keys: Sequence[bytes],
+        out: AnyBuffer,
+        timeout: float = ...,
+        *,
+        hints: HintsAsGiven = ...,
+        received: Received | None = ...,
     ) -> int: ...
 
     async def get(
@@ -72,11 +86,13 @@ class AsyncStack:
         timeout: float = 1.0,
         *,
         hints: HintsAsGiven = None,
+        received: Received | None = None,
     ) -> Blocks | int:
         """See `Stack.get`."""
+        get = partial(self.stack.get, keys, hints=hints, received=received)
         if out is None:
-            return await _finish(lambda left_s: self.stack.get(keys, timeout=left_s, hints=hints), timeout)
-        return await _finish(lambda left_s: self.stack.get(keys, out, left_s, hints=hints), timeout)
+            return await _finish(lambda left_s: get(timeout=left_s), timeout)
+        return await _finish(lambda left_s: get(out, left_s), timeout)
 
     async def contains(self, keys: Sequence[bytes], timeout: float = 1.0) -> int:
         """See `Stack.contains`."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, overload
 import numpy as np
 
 from tiered_kv.base import BlockIDsLoadStoreSpec, OffloadKey, ReqContext, make_offload_key
+from tiered_kv.received import Received
 from tiered_kv.stack.buffers import Blocks, rows_in
 from tiered_kv.stack.calls import PAUSE_MIN_S, HintsAsGiven, M, StackCalls, end_of, pause
 
@@ -83,11 +84,25 @@ class BlockFacade(StackCalls[M]):
 
     @overload
     def get(
-        self, keys: Sequence[bytes], out: None = None, timeout: float = ..., *, hints: HintsAsGiven = ...
+        self,
+        keys: Sequence[bytes],
+        out: None = None,
+        timeout: float = ...,
+        *,
+        hints: HintsAsGiven = ...,
+        received: Received | None = ...,
     ) -> Blocks: ...
 
     @overload
-    def get(self, keys: Sequence[bytes], out: AnyBuffer, timeout: float = ..., *, hints: HintsAsGiven = ...) -> int: ...
+    def get(
+        self,
+        keys: Sequence[bytes],
+        out: AnyBuffer,
+        timeout: float = ...,
+        *,
+        hints: HintsAsGiven = ...,
+        received: Received | None = ...,
+    ) -> int: ...
 
     def get(
         self,
@@ -96,6 +111,7 @@ class BlockFacade(StackCalls[M]):
         timeout: float = 1.0,
         *,
         hints: HintsAsGiven = None,
+        received: Received | None = None,
     ) -> Blocks | int:
         """Load the longest available prefix of `keys`. After a reset no more blocks are loaded.
 
@@ -104,6 +120,8 @@ class BlockFacade(StackCalls[M]):
             out: Receives block i at byte i * block_bytes: a writable buffer, as of `put`. By default a new array.
             timeout: Seconds to wait, in all, for secondary tiers, and for room while other calls take it.
             hints: As of `put`.
+            received: Gets what the call got: the blocks and tokens that each tier served, the blocks that did not come,
+                and the seconds that it waited for tiers.
 
         Returns:
             Without `out`, the blocks that were loaded, as uint8 of shape (n, block_bytes). With `out`, their number;
@@ -116,7 +134,8 @@ class BlockFacade(StackCalls[M]):
         shape = len(offload_keys), self.region.block_bytes
         rows = np.empty(shape, np.uint8) if out is None else rows_in(out, *shape, "out", writable=True)
         end_s = end_of(timeout)
-        loaded = self._run(lambda: self._prefix("get", offload_keys, end_s, hints, self._manager.lookup_prefix, rows))
+        ask = self._manager.lookup_prefix
+        loaded = self._run(lambda: self._prefix("get", offload_keys, end_s, hints, ask, rows, received))
         return rows[:loaded] if out is None else loaded
 
     def contains(self, keys: Sequence[bytes], timeout: float = 1.0) -> int:
@@ -229,6 +248,7 @@ class BlockFacade(StackCalls[M]):
         hints: HintsAsGiven,
         ask: _Ask,
         out: Blocks | None = None,
+        received: Received | None = None,
     ) -> int:
         """Return the length of the longest prefix that `ask` answers True in time, and load it into `out`, if given.
 
@@ -237,6 +257,10 @@ class BlockFacade(StackCalls[M]):
         epoch = self.epoch
         with self._request(verb, hints) as context:
             taken = self._follow(keys, context, end_s, ask, out)
+            if received is not None:
+                with self._lock:
+                    self._raise_if_shut_down()
+                    received.take(self._manager.received(context), len(keys) - taken)
         return taken if out is not None or self.epoch == epoch else 0
 
     def _follow(

@@ -35,6 +35,7 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.requests import ManagerLimits
 
 if TYPE_CHECKING:  # modules that only some stacks use are imported when they use them
+    from tiered_kv.metrics.history.ledger import EndedRequest
     from tiered_kv.stack.exporters.events import EventPublisher
     from tiered_kv.stack.exporters.server import StatusServer
     from tiered_kv.stack.exporters.status import Explanation, Observed
@@ -137,7 +138,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
                     open_tier(config, settings, kv_view, wants_events=reports_events, on_finished=on_finished)
                 )
             self.tier_names = [tier.name for tier in config.secondary]
-            self.history = _history(config, has_thread=not has_idle_caller)
+            self.history = _history(config, self.events, has_thread=not has_idle_caller)
             if self.history is not None:
                 undo.callback(self.history.close)
             manager = _manager_type(config)(
@@ -327,9 +328,16 @@ def shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
             _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, text)
 
 
-def _history(config: StackConfig, *, has_thread: bool) -> BlockHistory | None:
+def _history(config: StackConfig, events: EventPublisher | None, *, has_thread: bool) -> BlockHistory | None:
     if not config.history:
         return None
+    on_ended = None
+    if events is not None and events.publishes_requests:
+        from tiered_kv.stack.exporters.status import received_by
+
+        def on_ended(ended: EndedRequest) -> None:
+            events.request_ended(received_by(ended, config.block.tokens))
+
     names = [PRIMARY_NAME]
     ttl_s: list[float | None] = [None]
     blocks: list[int | None] = [config.primary_blocks]
@@ -338,7 +346,7 @@ def _history(config: StackConfig, *, has_thread: bool) -> BlockHistory | None:
         names.append(tier.name)
         ttl_s.append(facts.ttl_s)
         blocks.append(None if facts.capacity_bytes is None else facts.capacity_bytes // config.block.bytes)
-    return BlockHistory(config.history, names, ttl_s, blocks=blocks, has_thread=has_thread)
+    return BlockHistory(config.history, names, ttl_s, blocks=blocks, has_thread=has_thread, on_ended=on_ended)
 
 
 def open_server(config: StackConfig) -> StatusServer | None:

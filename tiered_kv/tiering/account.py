@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
-from tiered_kv.base import OffloadingEvent, OffloadKey, group_of
+from tiered_kv.base import OffloadingEvent, OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.errors import TierError
@@ -24,6 +24,7 @@ from tiered_kv.metrics.notices import Notices
 from tiered_kv.metrics.series import Family, by_label, numbers
 from tiered_kv.metrics.vocabulary import ACCOUNT, DIRECTIONS, EVENTS, HISTORY, MANAGER, SECONDARY
 from tiered_kv.reasons import Fate, Learning, Reason, TooSlow
+from tiered_kv.received import LoadCounts, count_load, groups_of
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.answers import WrongValueError, checked_event, checked_flag, tier_exceptions
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
@@ -302,12 +303,19 @@ class PrimaryAccount:
         if history is not None:
             rows.tell(history)
 
-    def loaded(self, keys: Collection[OffloadKey], log: RequestLog | None, sources: Mapping[OffloadKey, str]) -> None:
-        """Record blocks that a request loads, and the tiers of promoted ones. With a history, the request has a log."""
+    def loaded(
+        self,
+        keys: Collection[OffloadKey],
+        log: RequestLog | None,
+        sources: Mapping[OffloadKey, str],
+        counts: LoadCounts,
+    ) -> None:
+        """Record blocks that a request loads, and the tiers of promoted ones. With a history, it has a log."""
         if self._history is not None and log is not None:
             self._history.loaded(log, keys, sources)
         self._loaded_blocks += len(keys)
-        groups = list(map(group_of, keys))
+        groups = groups_of(keys)
+        count_load(counts, groups, keys, sources)
         if groups and groups.count(groups[0]) == len(groups):  # hot path: `update` takes twice as long
             self._loaded_by_group[groups[0]] += len(groups)
         else:
@@ -319,9 +327,10 @@ class PrimaryAccount:
         if self._history is not None:
             self._history.stored(keys)
 
-    def request_ended(self, log: RequestLog | None) -> None:
+    def request_ended(self, log: RequestLog | None, waited_s: float) -> None:
         """Record the end of a request; it has no log if it never asked for blocks."""
         if log is not None and self._history is not None:
+            log.waited_s = waited_s
             self._history.ended(log)
 
     def resetting(self) -> None:

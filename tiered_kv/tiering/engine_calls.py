@@ -29,6 +29,7 @@ from tiered_kv.metrics.series import Family, by_label, numbers
 from tiered_kv.metrics.step_timer import StepTimer, timed
 from tiered_kv.metrics.vocabulary import ACCOUNT, PRIMARY
 from tiered_kv.reasons import Reason
+from tiered_kv.received import Received, received_of
 from tiered_kv.system.step import PAUSES_MAX, STEP
 from tiered_kv.tiering.account import EventSink, PrimaryAccount
 from tiered_kv.tiering.base import SecondaryTierManager
@@ -96,6 +97,7 @@ class EngineCalls(CacheManager):
         self._gathering_tiers = tuple(guarded for guarded in self._tiers if guarded.overrides("on_schedule_end"))
         self._has_event_sink, self._has_history = event_sink is not None, history is not None
         accounts = [guarded.account for guarded in self._tiers]
+        self._block_tokens = block_tokens
         self._account = PrimaryAccount(primary, accounts, history, event_sink, block_tokens)
         self.step_timer = StepTimer(clock)
         self.registry = Registry()
@@ -150,6 +152,10 @@ class EngineCalls(CacheManager):
         state = self._requests.get(req_context)
         return PRIMARY_NAME if state is None else state.loads.sources.get(key, PRIMARY_NAME)
 
+    def received(self, req_context: ReqContext) -> Received:
+        state = self._requests.get(req_context)
+        return Received() if state is None else received_of(state.loads.counts, state.waited_s, self._block_tokens)
+
     # The engine's transfers.
 
     @timed
@@ -178,7 +184,7 @@ class EngineCalls(CacheManager):
 
     def _note_load(self, keys: Collection[OffloadKey], state: RequestState) -> None:
         log = self._requests.log_of(state) if self._has_history else None
-        self._account.loaded(keys, log, state.loads.sources)
+        self._account.loaded(keys, log, state.loads.sources, state.loads.counts)
         if state.loads.held:
             self._promotions.release(state, keys)
         state.stores.note(keys)
@@ -323,7 +329,7 @@ class EngineCalls(CacheManager):
     def _end_request(self, state: RequestState) -> None:
         """Offer all blocks of a request to the tiers that wait for its end, then forget the request."""
         self._cascade.offer_ended(state)
-        self._account.request_ended(state.log)
+        self._account.request_ended(state.log, state.waited_s)
         self._leave(state)
         self._requests.end(state)
         for guarded in self._tiers:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from tiered_kv.base import OffloadingManager, OffloadKey, ReqContext
 from tiered_kv.metrics.registry import Registry
 from tiered_kv.metrics.series import CounterView
+from tiered_kv.received import Received
 from tiered_kv.tiering.pace import EngineCost
 
 
@@ -78,6 +79,10 @@ class CacheManager(OffloadingManager):
     @abstractmethod
     def hit_tier(self, key: OffloadKey, req_context: ReqContext) -> str:
         """Return the tier that a block was promoted from for this request, or "cpu"."""
+
+    @abstractmethod
+    def received(self, req_context: ReqContext) -> Received:
+        """Return what a request that has not ended got until now, without `missed_blocks`."""
 
     @abstractmethod
     def poll(self) -> None:

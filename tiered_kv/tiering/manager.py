@@ -217,7 +217,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
                 self._promotions.leave(state)
         self._close_tiers(timeout_s)
         for state in list(self._requests.states.values()):
-            self._account.request_ended(state.log)
+            self._account.request_ended(state.log, state.waited_s)
         self._requests.states.clear()
         self._search.stop()
         self._account.close()

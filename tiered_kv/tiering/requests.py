@@ -15,6 +15,7 @@ from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.hints import HintReader, Hints
 from tiered_kv.metrics.history.ledger import RequestLog
 from tiered_kv.reasons import Fate, Reason
+from tiered_kv.received import LoadCounts
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import EngineCost
 
@@ -49,6 +50,8 @@ class LookupState:
     """Why all its lookups are misses: its hint, a reset since it began, or the end of its time to wait; or None."""
     waited_s: float = 0.0
     """Seconds that it has waited since it last loaded a block that was promoted for it."""
+    waited_before_s: float = 0.0
+    """Seconds that it had waited until then."""
     asked_s: float = math.inf
     """When (seconds) it last asked; infinite before its first answer None, and after it has loaded promoted blocks."""
     is_asking: bool = True
@@ -82,6 +85,7 @@ class LookupState:
 
     def end_wait(self) -> None:
         """Note that the request has received blocks that it waited for."""
+        self.waited_before_s += self.waited_s
         self.waited_s, self.asked_s = 0.0, math.inf
 
     def keep_unanswered(self, keys: Collection[OffloadKey]) -> None:
@@ -100,6 +104,8 @@ class LoadState:
     held_until_s: float = 0.0
     sources: dict[OffloadKey, str] = field(default_factory=dict)
     """The tier that each promoted block came from."""
+    counts: LoadCounts = field(default_factory=dict)
+    """What it has loaded."""
     waits_for_room: bool = False
     """Whether it waits while room is lacking for a block, as a program's call does. For an engine that is a miss."""
     lacking: tuple[OffloadKey, GuardedTier | None] | None = None
@@ -147,6 +153,11 @@ class RequestState:
     chain: RequestChain = field(default_factory=RequestChain)
     """The request's place in the eviction order, and the positions of the request's blocks; see `chain_in`."""
     hints: Hints = _NO_HINTS
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the request has waited, in all, for tiers to answer and for blocks to come."""
+        return self.lookups.waited_before_s + self.lookups.waited_s
 
     def chain_in(self, req_context: ReqContext) -> RequestChain:
         """Return its chain for one of its calls. A call without a request id gets a chain of its own."""

@@ -300,8 +300,8 @@ class Search:
             if lookups.asking_pass is not lookups.waiting_pass or self._now_s - lookups.asked_s > PAUSE_S_MAX:
                 lookups.denied.clear()  # the request does not wait any more
             lookups.asking_pass = self._pass
-            if lookups.asked_s < self._now_s and not state.loads.waits_for_room:
-                lookups.count_wait(self._now_s, self._wait_max_s)
+            if lookups.asked_s < self._now_s:
+                lookups.count_wait(self._now_s, self._wait_max_s if not state.loads.waits_for_room else math.inf)
             if lookups.unanswered and lookups.is_asking:
                 self._leave_late_tiers(state)
         if self._owner is not None:

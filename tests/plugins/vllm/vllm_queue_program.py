@@ -168,6 +168,31 @@ class Checks(ChecksIn):
             assert queue.ready(keys) == [False, False, True, True], "and not for what the GPU has"
             assert queue.connector.get_num_new_matched_tokens(request, 2 * TOKENS) == (2 * TOKENS, True)
 
+    def a_request_that_asks_is_told_what_it_got_and_others_get_vllm_s_answer(self) -> None:
+        hashes = hashes_of("told", 5)
+        keys = [make_offload_key(each, 0) for each in hashes]
+        with restarted_queue_of(self.directory / "told", keys[:4]) as queue:
+            asked = {"tiered_kv_report": True, "do_remote_decode": False}
+            request = queue.come("a", hashes, kv_transfer_params=dict(asked))
+            assert queue.connector.get_num_new_matched_tokens(request, 0) == (None, False)
+            queue.step()
+            wait_for(queue.settled)
+            assert queue.connector.get_num_new_matched_tokens(request, 0) == (4 * TOKENS, True)
+            manager, context = queue.connector.connector_scheduler.manager, ReqContext("a")
+            manager.prepare_load(keys[:4], context)
+            manager.complete_load(set(keys[:4]), context)
+            request.status = RequestStatus.FINISHED_STOPPED
+            delayed, answer = queue.connector.request_finished_all_groups(request, ([],))
+            assert delayed is False
+            report = answer["tiered_kv_report"]
+            assert 0 < report.pop("waited_seconds") < 60
+            assert report == {"blocks": {"nvme": 4}, "tokens": {"nvme": 4 * TOKENS}, "computed_tokens": TOKENS}
+            assert queue.connector.request_finished(request, []) == (False, None), "a second connector repeats it not"
+            for params in (None, {"do_remote_decode": True}, {"tiered_kv_report": "yes"}):
+                other = queue.come("b", hashes, kv_transfer_params=params)
+                other.status = RequestStatus.FINISHED_STOPPED
+                assert queue.connector.request_finished(other, []) == (False, None), params
+
     def requests_that_choose_their_tiers_or_want_none_are_left_alone(self) -> None:
         hashes = hashes_of("chooses", 4)
         keys = [make_offload_key(each, 0) for each in hashes]

@@ -7,7 +7,7 @@ true: memory is bounded, and a missed block counts under at most one reason in e
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -64,6 +64,8 @@ class RequestLog:
     """Why a tier that had a block did not deliver it, by key and the tier's number."""
     misses_hash: int | None = None
     """The hash of the misses that were noted last; None before the first misses, and 0 for the first."""
+    waited_s: float = 0.0
+    """Seconds that it waited, in all; set before its end is noted, and not changed after it."""
 
     def failed(self, key: OffloadKey, tier: int, reason: Reason) -> None:
         """Note why a tier that had a block did not deliver it."""
@@ -94,6 +96,9 @@ class EndedRequest:
     missed_groups: Mapping[int, int]  # the same, by KV cache group
     first_missed: OffloadKey | None
     first_because: Mapping[str, str]  # why each tier did not have that block
+    token_hits: Mapping[str, int]
+    """As `hits`, in the KV cache group with the most loaded blocks only: an engine loads a token in each group."""
+    waited_s: float  # seconds that it waited, in all, for tiers to answer and for blocks to come
 
 
 class Ledger:
@@ -111,7 +116,9 @@ class Ledger:
         ttl_s: Sequence[float | None],
         blocks: Sequence[int | None],
         start_s: float,
+        on_ended: Callable[[EndedRequest], None] | None = None,
     ) -> None:
+        self._on_ended = on_ended
         self.table = FateTable(entries)
         self.ended: deque[EndedRequest] = deque(maxlen=REQUESTS_KEPT)
         """The last ended requests, the oldest first."""
@@ -214,6 +221,7 @@ class Ledger:
     ) -> None:
         rows = np.zeros(len(keys), self._no_rows.dtype)
         rows["digest"] = digests = hashes(keys)
+        rows["group"] = np.frombuffer(b"".join(map(group_of, keys)), ">u4")
         self._use(digests)
         if sources:
             rows["fates"][:, 0] = [self._numbers.get(sources.get(key, ""), CPU) for key in keys]
@@ -231,7 +239,7 @@ class Ledger:
         hits = np.bincount(loaded["fates"][:, 0], minlength=len(self._numbers))
         self._hits += hits
         if not request.promoted and not len(missed):  # most requests that load
-            self.ended.append(self._outcome(log, now_s, request, hits.tolist(), misses, missed))
+            self._keep_outcome(log, now_s, request, loaded, misses, missed)
             return
         known = self._distinct(request.promoted + request.missed) if request.promoted else missed
         failed = list(failures)
@@ -245,11 +253,11 @@ class Ledger:
         missed = missed[~np.isin(missed["digest"], loaded["digest"])]
         _count(misses, missed["fates"])
         self._misses += misses
-        self.ended.append(self._outcome(log, now_s, request, hits.tolist(), misses, missed))
+        self._keep_outcome(log, now_s, request, loaded, misses, missed)
 
-    def _outcome(
-        self, log: RequestLog, now_s: float, request: _Asked, hits: Sequence[int], misses: Matrix, missed: Rows
-    ) -> EndedRequest:
+    def _keep_outcome(
+        self, log: RequestLog, now_s: float, request: _Asked, loaded: Rows, misses: Matrix, missed: Rows
+    ) -> None:
         first, row, groups = None, None, {}
         if len(missed):
             found = zip(request.first_missed, _places(missed, request.first_missed), strict=True)
@@ -258,16 +266,25 @@ class Ledger:
             groups = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
         because = [] if row is None else missed["fates"][row].tolist()
         reasons = {name: _by_label(of_tier) for name, of_tier in zip(self._numbers, misses, strict=True)}
-        return EndedRequest(
+        ended = EndedRequest(
             log.req_id[:REQUEST_ID_CHARACTERS_MAX],
             now_s,
-            {name: count for name, count in zip(self._numbers, hits, strict=True) if count},
+            self._by_tier(loaded),
             {name: labelled for name, labelled in reasons.items() if labelled},
             len(missed),
             groups,
             first,
             {name: Fate(fate).label for name, fate in zip(self._numbers, because, strict=False) if fate},
+            self._by_tier(_of_largest_group(loaded)),
+            log.waited_s,
         )
+        self.ended.append(ended)
+        if self._on_ended is not None:
+            self._on_ended(ended)
+
+    def _by_tier(self, loaded: Rows) -> dict[str, int]:
+        hits: list[int] = np.bincount(loaded["fates"][:, 0], minlength=len(self._numbers)).tolist()
+        return {name: count for name, count in zip(self._numbers, hits, strict=True) if count}
 
     def _asked(self, log: RequestLog) -> _Asked:
         request = self._unfinished.get(log)
@@ -336,6 +353,16 @@ class Ledger:
                     self.table.write(digests[lost], tier, fate, tick)
         fates[fates == Fate.UNKNOWN] = Fate.ABSENT
         return fates
+
+
+def _of_largest_group(rows: Rows) -> Rows:
+    """Return the rows of the KV cache group that has the most of them."""
+    groups = rows["group"]
+    if not len(groups) or (groups == groups[0]).all():  # most often
+        return rows
+    found, counts = np.unique(groups, return_counts=True)
+    largest: Rows = rows[groups == found[counts.argmax()]]
+    return largest
 
 
 def _size_bytes(parts: Sequence[Rows]) -> int:

@@ -68,6 +68,7 @@ class BlockHistory:
         blocks: For each tier, its capacity in blocks, by which its ghosts are counted; None for a tier without ghosts.
             By default no tier has ghosts.
         has_thread: Whether a thread takes the noted batches. Without it the manager's thread calls `work`.
+        on_ended: Gets the outcome of each request, on the thread that takes the batch: it must return at once.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class BlockHistory:
         *,
         blocks: Sequence[int | None] | None = None,
         has_thread: bool = True,
+        on_ended: Callable[[EndedRequest], None] | None = None,
     ) -> None:
         self.names = tuple(names)
         self._clock = clock
@@ -96,7 +98,7 @@ class BlockHistory:
         self._appended_keys = self._dropped_keys = 0
         self._lock = threading.Lock()
         """Guards the ledger and the fields below; held for one chunk, never across I/O."""
-        self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock())
+        self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock(), on_ended)
         self._taken_keys = 0
         self._log_limit = LogLimit()
         self._batch: _Batch | None = None
@@ -250,9 +252,9 @@ class BlockHistory:
                 found += self._ledger.fates(keys[first : first + CHUNK_KEYS_MAX], self._clock())
         return found
 
-    def requests(self) -> list[EndedRequest]:
-        """Return the last ended requests, the oldest first."""
-        self.settle()
+    def requests(self, keys_max: int | None = None) -> list[EndedRequest]:
+        """Return the last ended requests, the oldest first; see `settle` for `keys_max`."""
+        self.settle(keys_max)
         with self._lock:
             return list(self._ledger.ended)
 

@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Final
@@ -33,6 +34,10 @@ SUBSCRIBER_MESSAGES_MAX: Final = 1000
 """Messages that wait for one slow subscriber; it loses further ones."""
 PEER_MESSAGE_BYTES_MAX: Final = 4096
 """The largest frame from a peer: a subscription to a topic, or a request for a replay."""
+REQUESTS_WAITING_MAX: Final = 4096
+"""Ended requests that wait to be published."""
+MESSAGE_REQUESTS_MAX: Final = 64
+"""Ended requests in one message."""
 STEP_WAITS_MAX: Final = 3
 """How often a message waits while a scheduler's step runs. Steps without an end delay it by 60 ms at most."""
 BEGIN_S: Final = 1.0
@@ -69,9 +74,12 @@ class EventPublisher:
         self._topics = [each.encode() for each in settings.topic]
         self._form = MessageForm()
         self._queue = EventQueue()
+        self._requests_topic = None if settings.requests is None else settings.requests.encode()
+        self._requests: deque[Fields] = deque(maxlen=REQUESTS_WAITING_MAX)
+        """Ended requests that are not published yet. Any thread appends, and the publisher's takes them."""
         # Written by the publisher's thread.
         self._kept = KeptMessages(self._form)
-        self._next_number = time.time_ns() // 1000
+        self._next_number = self._next_request_number = time.time_ns() // 1000
         self._sent_messages = 0
         self._begin_s = time.monotonic() + BEGIN_S
         self._is_closing = threading.Event()
@@ -87,6 +95,15 @@ class EventPublisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+
+    @property
+    def publishes_requests(self) -> bool:
+        """Whether `request_ended` is to be called."""
+        return self._requests_topic is not None
+
+    def request_ended(self, about: Fields) -> None:
+        """Queue what a request got. Any thread may call. The oldest ones give way if too many wait."""
+        self._requests.append(about)
 
     # The manager's thread.
 
@@ -133,7 +150,7 @@ class EventPublisher:
     def _run(self) -> None:
         try:
             while not self._is_closing.is_set():
-                wait_ms = 0 if self._queue else _POLL_MS
+                wait_ms = 0 if self._queue or self._requests else _POLL_MS
                 if self._answers is not None:
                     self._answers.serve(wait_ms)
                 else:
@@ -141,9 +158,11 @@ class EventPublisher:
                 if self._queue or time.monotonic() >= self._begin_s:
                     self._begun_number()
                 self._send_some()
+                self._send_requests()
             while self._queue:
                 self._begun_number()
                 self._send_some()
+            self._send_requests()
         except Exception as error:
             _log.error("events are published no more", exc_info=error)
         finally:
@@ -163,6 +182,16 @@ class EventPublisher:
         while room > 0 and (batch := self._queue.take()) is not None:
             room -= keys_of(batch.events) + _KEYS_A_BATCH
             self._send_batch(batch)
+
+    def _send_requests(self) -> None:
+        """Send what requests got, in one message with a number of its own; no replay has it."""
+        count = min(len(self._requests), MESSAGE_REQUESTS_MAX)
+        if not count or self._requests_topic is None:
+            return
+        events = [{"type": "RequestEnded", **self._requests.popleft()} for _ in range(count)]
+        number = self._next_request_number.to_bytes(NUMBER_BYTES, "big")
+        self._next_request_number += 1
+        self._publisher.send_multipart((self._requests_topic, number, self._form.encode(time.time(), events)))
 
     def _send_batch(self, batch: StepEvents) -> None:
         if batch.is_cleared:

@@ -31,6 +31,10 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 
 KEYS_MAX: Final = 1024
 """Keys, or requests, in one query."""
+REQUESTS_SHOWN: Final = 16
+"""Limit of the last requests in a status."""
+_SETTLED_KEYS_MAX: Final = 512
+"""Keys that a status takes from the history's queue, at most. It is asked for often: the next one shows the rest."""
 _SLICE: Final = 32
 """Keys that are described without a pause. They hold the interpreter lock for some 100 microseconds."""
 _Item = TypeVar("_Item")
@@ -39,7 +43,8 @@ _Item = TypeVar("_Item")
 def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
     """Return the status of a stack; `docs/how-to/metrics.md` describes the fields. Any thread may call.
 
-    It has no key, path, address or setting, except for the names of tiers and the namespace's digest.
+    It has no key, path, address or setting, except for the names of tiers, the namespace's digest, and the ids of
+    requests.
     """
     config, snapshot = stack.config, stack.snapshot()
     disabled, secrets = stack.manager.disabled_tiers(), config.secret_texts()
@@ -53,7 +58,30 @@ def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
         "uptime_seconds": time.monotonic() - stack.opened_s,
         "time": time.time(),
         "tiers": tiers,
+        "requests": _last_requests(stack),
         "notices": stack.manager.notices.snapshot(),
+    }
+
+
+def _last_requests(stack: Observed) -> list[dict[str, object]]:
+    """Return what the last requests got, the latest first; nothing without a history."""
+    if stack.history is None:
+        return []
+    ended = stack.history.requests(_SETTLED_KEYS_MAX)[: -REQUESTS_SHOWN - 1 : -1]
+    return [
+        {"age_seconds": stack.history.age_s(each), **received_by(each, stack.config.block.tokens)} for each in ended
+    ]
+
+
+def received_by(request: EndedRequest, block_tokens: int) -> dict[str, object]:
+    """Return what a request got, as JSON: blocks by tier, their tokens, what it computed instead, and its wait."""
+    return {
+        "request": request.req_id,
+        "blocks": dict(request.hits),
+        "tokens": {tier: count * block_tokens for tier, count in request.token_hits.items() if block_tokens},
+        "missed_blocks": request.missed_blocks,
+        "missed_tokens": max(request.missed_groups.values(), default=0) * block_tokens,
+        "waited_seconds": request.waited_s,
     }
 
 
