@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.event_subscriber import CLEARED, Subscriber
+from tests.support.event_subscriber import Message, Subscriber
 from tests.support.host_server import serving
 from tests.support.host_server import stack_of as served_stack_of
 from tests.support.stacks import forget_memory, manager_of, stack_of
@@ -149,8 +149,13 @@ def test_a_stack_publishes_no_request_unless_it_is_told_to() -> None:
         stack.get(hashes(2))
         assert stack.history is not None
         stack.history.settle()
-        message = subscriber.connect(lambda: stack.put(hashes(1), bytes(BLOCK_BYTES)) and stack.reset_cache())
-        while message is not None and message.events != [CLEARED]:
+
+        def publish() -> None:
+            stack.put(hashes(1), bytes(BLOCK_BYTES))
+            stack.reset_cache()
+
+        message: Message | None = subscriber.connect(publish)
+        while message is not None:
             assert all(event["type"] != "RequestEnded" for event in message.events)
             message = subscriber.receive(0.2)
 

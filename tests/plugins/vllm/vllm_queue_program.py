@@ -184,6 +184,7 @@ class Checks(ChecksIn):
             request.status = RequestStatus.FINISHED_STOPPED
             delayed, answer = queue.connector.request_finished_all_groups(request, ([],))
             assert delayed is False
+            assert answer is not None
             report = answer["tiered_kv_report"]
             assert 0 < report.pop("waited_seconds") < 60
             assert report == {"blocks": {"nvme": 4}, "tokens": {"nvme": 4 * TOKENS}, "computed_tokens": TOKENS}
