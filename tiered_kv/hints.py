@@ -22,6 +22,8 @@ from typing import Any, Final, Literal, get_args
 _log = logging.getLogger(__name__)
 
 HINTS_KEY: Final = "tiered_kv"
+SESSION_KEY: Final = "session_id"
+"""The entry of `kv_transfer_params` that names a request's session, for recordings."""
 HintName = Literal["priority", "ttl", "expect_return", "skip"]
 HINT_NAMES: Final[tuple[HintName, ...]] = get_args(HintName)
 ENVELOPE_KEY: Final = "kv_hint"

@@ -36,6 +36,7 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
         [f"{name}_keys_per_s" for name in ("store", "lookup_hit", "lookup_miss", "load")],
         [],
     ),
+    f"record_cost.py {DIRECTORY} --rounds 4": (["thread_us_per_key", "load_on_over_off"], ["unrecorded_requests"]),
     "host_cache.py --requests 20": (["acquire_us", "acquire_alone_us", "scheduler_us", "lookups_us"], []),
     "policy_hits.py --workloads chats --sizes 500 --policies density": (["blocks", "density"], []),
     f"nvme_rates.py {DIRECTORY} --blocks 512 --codec aes-256-gcm": ([*DIRECTIONS, "open_s"], []),

@@ -12,7 +12,18 @@ from pathlib import Path
 from tests.support.stacks import BUILT_IN_TIERS
 from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.metrics.metric import Metric
-from tiered_kv.metrics.vocabulary import ACCOUNT, ATTACHED, AUDIT, COMMON, EVENTS, HISTORY, PRIMARY, SECONDARY, SERVER
+from tiered_kv.metrics.vocabulary import (
+    ACCOUNT,
+    ATTACHED,
+    AUDIT,
+    COMMON,
+    EVENTS,
+    HISTORY,
+    PRIMARY,
+    RECORDING,
+    SECONDARY,
+    SERVER,
+)
 from tiered_kv.reasons import FAILED, SENTENCES, SKIPPED, Fate, RecordStatus, TooSlow
 
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -76,6 +87,7 @@ MANAGER_TABLES = {
     "HISTORY": HISTORY,
     "AUDIT": AUDIT,
     "EVENTS": EVENTS,
+    "RECORDING": RECORDING,
     "ATTACHED": ATTACHED,
     "SERVER": SERVER,
 }

@@ -18,7 +18,7 @@ from tiered_kv.config.hooks import REFERENCE, TierType, tier_plugins
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings, entry_schema
-from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
+from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, FilePath, Seconds, Share, format_bytes
 from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, policies
 from tiered_kv.errors import ConfigError
@@ -198,6 +198,15 @@ class PrefillSettings(StrictModel):
         raise ValueError("expected a whole number from 1, 'off', or 'measured' in vLLM")
 
 
+class RecordSettings(StrictModel):
+    """Where to record what requests ask for."""
+
+    path: FilePath = Field(description="The trace; the part before the last rotation has this name with .1 behind it.")
+    size_max: Bytes = Field(
+        default=1 << 30, ge=1 << 20, description="Limit of both parts together; beyond it the oldest requests go."
+    )
+
+
 class StackConfig(StrictModel):
     """A whole stack. `load_config` makes one from a file or a mapping; a program may make one itself."""
 
@@ -236,6 +245,9 @@ class StackConfig(StrictModel):
     events: EventSettings | None = Field(
         default=None, description="Where events of stored and removed blocks are published; by default nowhere."
     )
+    record: RecordSettings | None = Field(
+        default=None, description="Record which blocks requests ask for, as a trace for simulate; a path, or settings."
+    )
 
     @property
     def primary_blocks(self) -> int:
@@ -268,6 +280,11 @@ class StackConfig(StrictModel):
     def _off_is_a_word(cls, prefill: object) -> object:
         """Read `prefill: off`, which YAML turns into False, as `tokens_per_s: off`."""
         return {"tokens_per_s": "off"} if prefill is False or prefill == "off" else prefill
+
+    @field_validator("record", mode="before")
+    @classmethod
+    def _a_path_is_enough(cls, record: object) -> object:
+        return {"path": record} if isinstance(record, str) else record
 
     @field_validator("secondary", mode="before")
     @classmethod
@@ -344,6 +361,7 @@ def stack_schema() -> Schema:
     )
     schema["properties"]["secondary"]["items"] = {"oneOf": entries}
     schema["properties"]["prefill"]["anyOf"].append(_OFF_SCHEMA)
+    schema["properties"]["record"]["anyOf"].append({"type": "string", "minLength": 1})
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "tiered-kv stack"
     return schema

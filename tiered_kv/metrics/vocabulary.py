@@ -162,6 +162,15 @@ EVENTS: Final = table(
 )
 """Metrics of the publisher of events, in the primary tier, by `EventPublisher.snapshot`."""
 
+RECORDING: Final = table(
+    Metric("recorded_requests_total", "Requests that the trace has got."),
+    Metric(
+        "unrecorded_requests_total",
+        "Requests that the trace lacks: too many came at once, or the file could not be written.",
+    ),
+)
+"""Metrics of a recorder, in the primary tier, by `Recorder.measure` in `tiering/recording/recorder.py`."""
+
 ATTACHED: Final = table(
     Metric("lost_connections_total", "Connections to the host's server that ended before the engine did."),
     Metric("connection_state", "1 attached, 0 not: then every block is a miss."),
@@ -179,7 +188,7 @@ SERVER: Final = table(
 )
 """Metrics of a host's server, in its primary tier, by `ServedStack.observed`."""
 
-MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT, **EVENTS, **ATTACHED, **SERVER}
+MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT, **EVENTS, **RECORDING, **ATTACHED, **SERVER}
 """The manager's counters, by name."""
 
 COMMON: Final = table(

@@ -82,6 +82,9 @@ class Namespaces:
                 "only one stack can publish at these addresses: start a server for each namespace, or leave it out",
                 location="events",
             )
+        if self._raw.get("record") and count > 1:
+            message = "only one stack can record into this file: start a server for each namespace, or leave it out"
+            raise ConfigError(message, location="record")
         if self._raw.get("audit"):
             message = "a server compares no blocks: only an engine's own stack is audited; leave it out"
             raise ConfigError(message, location="audit")

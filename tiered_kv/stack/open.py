@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # modules that only some stacks use are imported when they us
     from tiered_kv.stack.exporters.events import EventPublisher
     from tiered_kv.stack.exporters.server import StatusServer
     from tiered_kv.stack.exporters.status import Explanation, Observed
+    from tiered_kv.tiering.audit.audit import AuditRules
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +107,9 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         events: The publisher of events; None without that setting.
     """
 
+    _is_program = False
+    """Whether a program calls `put` and `get`, and no engine."""
+
     def __init__(
         self,
         config: StackConfig,
@@ -141,7 +145,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             self.history = _history(config, self.events, has_thread=not has_idle_caller)
             if self.history is not None:
                 undo.callback(self.history.close)
-            manager = _manager_type(config)(
+            manager = _manager_type(config, undo, is_program=self._is_program)(
                 primary,
                 self.secondary_tiers,
                 settings=config.secondary,
@@ -203,6 +207,8 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
 
 class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
     """An open stack of a program that stores and loads blocks itself: `open_stack` opens it. Any thread may call it."""
+
+    _is_program = True
 
     def __init__(self, config: StackConfig, *, backend: CPUBackend, is_checked: bool = False) -> None:
         self._batch_blocks = _batch_blocks(config)
@@ -360,14 +366,28 @@ def open_server(config: StackConfig) -> StatusServer | None:
     return StatusServer(*config.metrics.address)
 
 
-def _manager_type(config: StackConfig) -> Callable[..., TieringOffloadingManager]:
-    if not config.audit:
-        return TieringOffloadingManager
-    from tiered_kv.tiering.audit.audit import AuditRules
-    from tiered_kv.tiering.audit.manager import AuditedManager
+def _manager_type(config: StackConfig, undo: ExitStack, *, is_program: bool) -> Callable[..., TieringOffloadingManager]:
+    """Return the class of the manager. `undo` closes a recorder that is opened here; later the manager closes it."""
+    if config.record is not None:
+        from tiered_kv.tiering.recording.manager import RecordingAuditedManager, RecordingManager
+        from tiered_kv.tiering.recording.recorder import Recorder
 
-    stops = config.audit_action == "stop"
-    return partial(AuditedManager, AuditRules(config.audit, config.audit_tolerance, stops, config.namespace.dtype))
+        recorder = Recorder(config.record, config.block.tokens)
+        undo.callback(recorder.close)
+        if config.audit:
+            return partial(RecordingAuditedManager, recorder, is_program, _audit_rules(config))
+        return partial(RecordingManager, recorder, is_program)
+    if config.audit:
+        from tiered_kv.tiering.audit.manager import AuditedManager
+
+        return partial(AuditedManager, _audit_rules(config))
+    return TieringOffloadingManager
+
+
+def _audit_rules(config: StackConfig) -> AuditRules:
+    from tiered_kv.tiering.audit.audit import AuditRules
+
+    return AuditRules(config.audit, config.audit_tolerance, config.audit_action == "stop", config.namespace.dtype)
 
 
 def open_publisher(config: StackConfig) -> EventPublisher | None:

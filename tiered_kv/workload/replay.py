@@ -25,7 +25,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.hints import HINTS_KEY
+from tiered_kv.hints import HINTS_KEY, SESSION_KEY
 from tiered_kv.stack.facade import rows_of
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.workload.content import BlockContent, Rows
@@ -203,8 +203,10 @@ class Replay:
         return bool(session) and any(running.session == session for running in self._running)
 
     def admit(self, request: Request) -> None:
-        params = None if request.hints is None else {HINTS_KEY: request.hints}
-        context = ReqContext(f"replay-{self._admitted}", params)
+        params: dict[str, object] = {} if request.hints is None else {HINTS_KEY: request.hints}
+        if request.session:
+            params[SESSION_KEY] = request.session
+        context = ReqContext(f"replay-{self._admitted}", params or None)
         self._timed(self._manager.on_new_request, context)
         deadline_s = self._clock() + self._settings.request_timeout_s
         keys = [block_key(hash_id) for hash_id in request.hash_ids]

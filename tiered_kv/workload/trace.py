@@ -7,13 +7,15 @@ Forms of other publishers are read too: `turns` reads forms with a request in ea
 for each session. `known_formats` names formats that cannot be read.
 
 The command calls this, on its thread. A file is read once and forwards, so that it may be a pipe. What stays true: a
-line is a request or an error that names the file, the line and the key.
+line is a request or an error that names the file, the line and the key; a last line that is cut off, as by a crash of
+the program that wrote it, is left out.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import logging
 import zlib
 from collections.abc import Generator, Iterator
 from contextlib import closing
@@ -27,6 +29,8 @@ from tiered_kv.workload.agents import AgentSessions, is_session
 from tiered_kv.workload.known_formats import array_advice, object_advice, text_advice
 from tiered_kv.workload.request import Request
 from tiered_kv.workload.turns import Turns
+
+_log = logging.getLogger(__name__)
 
 LINE_BYTES_MAX = 4 << 20
 """A longer line is an error; a prompt of a hundred thousand blocks fits."""
@@ -140,6 +144,9 @@ def _entries(plain: BufferedReader | gzip.GzipFile, path: str) -> Iterator[Entry
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
             if not is_first:
+                if line[-1:] != b"\n":
+                    _log.warning("%s: the last line is cut off, and left out", where)
+                    return
                 raise ConfigError(f"not a JSON object: {error}", location=where) from error
             yield _whole(line, plain, where, error), where
             continue

@@ -1,0 +1,98 @@
+"""What recording costs a scheduler's step: one JSON object.
+
+    python tests/performance/record_cost.py DIRECTORY --rounds 60
+
+Two managers over a tier that ends each job at once, one of them recording into DIRECTORY. Both handle the same requests
+of 512 keys, in turns, one by one: a request is the calls of a scheduler's step, with a lookup of each key. Half of the
+requests load their blocks, and half store them. A step's time is what its thread takes of a processor, as the median
+over all rounds. After each round the recorder's thread empties its queue; `thread_us_per_key` is what that takes.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from tests.performance.bench import InstantTier, block_key, command_line, handle, in_turn, load, store
+from tests.performance.manager_rates import BLOCK_BYTES, REQUEST_KEYS, look_up
+from tiered_kv.base import OffloadKey
+from tiered_kv.config.stack_config import RecordSettings
+from tiered_kv.cpu.backend import CPUBackend
+from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.tiering.manager import TieringOffloadingManager
+from tiered_kv.tiering.recording.manager import RecordingManager
+from tiered_kv.tiering.recording.recorder import Recorder
+
+SIDES = ("off", "on")
+STEPS = 4
+"""Requests that load, and requests that store, in a round of one side."""
+ROWS = 4 * STEPS * REQUEST_KEYS
+
+
+@contextmanager
+def opened(recorder: Recorder | None) -> Iterator[TieringOffloadingManager]:
+    region = PrimaryRegion(ROWS, BLOCK_BYTES)
+    kind = TieringOffloadingManager if recorder is None else partial(RecordingManager, recorder, False)
+    manager = kind(PrimaryRows(CPUBackend(region), "lru"), [InstantTier(region.kv_view)])
+    try:
+        yield manager
+    finally:
+        manager.shutdown()
+
+
+def step_s(manager: TieringOffloadingManager, keys: list[OffloadKey], act: str) -> float:
+    """Return the seconds that one request takes of a processor."""
+    acts = {"store": (partial(look_up, False), store), "load": (partial(look_up, True), load)}[act]
+    began_s = time.thread_time()
+    handle(manager, keys, acts)
+    return time.thread_time() - began_s
+
+
+def settle(recorder: Recorder) -> float:
+    """Wait until the recorder has written all requests; return what its thread took of a processor."""
+    began_s = time.process_time() - time.thread_time()
+    while recorder.has_work:
+        time.sleep(0.01)
+    return time.process_time() - time.thread_time() - began_s
+
+
+def main() -> None:
+    arguments = command_line(__doc__, "directory", rounds=60).parse_args()
+    taken: dict[tuple[str, str], list[float]] = {(act, side): [] for act in ("store", "load") for side in SIDES}
+    thread_s: list[float] = []
+    with ExitStack() as closing:
+        recorder = Recorder(RecordSettings(path=str(Path(arguments.directory) / "trace.jsonl")), 16)
+        managers = {"off": closing.enter_context(opened(None)), "on": closing.enter_context(opened(recorder))}
+        numbers = itertools.count()
+        for _ in range(arguments.rounds):
+            prompts = [[block_key(next(numbers)) for _ in range(REQUEST_KEYS)] for _ in range(STEPS)]
+            gc.collect()
+            gc.disable()
+            for act in ("store", "load"):
+                for number, keys in enumerate(prompts):
+                    for side in in_turn(number, SIDES):
+                        taken[act, side].append(step_s(managers[side], keys, act))
+            gc.enable()
+            thread_s.append(settle(recorder))
+        lost = recorder.lost_requests
+    step_us = {f"{act}_{side}": round(1e6 * statistics.median(each), 1) for (act, side), each in taken.items()}
+    answer = {
+        "step_us": step_us,
+        "store_on_over_off": round(step_us["store_on"] / step_us["store_off"], 4),
+        "load_on_over_off": round(step_us["load_on"] / step_us["load_off"], 4),
+        "thread_us_per_key": round(1e6 * statistics.median(thread_s) / (2 * STEPS * REQUEST_KEYS), 3),
+        "unrecorded_requests": lost,
+    }
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
