@@ -27,6 +27,7 @@ from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.series import CounterView, Snapshot
 from tiered_kv.stack.calls import StackCalls
 from tiered_kv.stack.facade import BlockFacade, keys_of
+from tiered_kv.stack.manager_type import manager_type
 from tiered_kv.system.interrupts import CallThread
 from tiered_kv.system.limits import Need, Take, compare, require
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
@@ -39,7 +40,6 @@ if TYPE_CHECKING:  # modules that only some stacks use are imported when they us
     from tiered_kv.stack.exporters.events import EventPublisher
     from tiered_kv.stack.exporters.server import StatusServer
     from tiered_kv.stack.exporters.status import Explanation, Observed
-    from tiered_kv.tiering.audit.audit import AuditRules
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             self.history = _history(config, self.events, has_thread=not has_idle_caller)
             if self.history is not None:
                 undo.callback(self.history.close)
-            manager = _manager_type(config, undo, is_program=self._is_program)(
+            manager = manager_type(config, undo, is_program=self._is_program)(
                 primary,
                 self.secondary_tiers,
                 settings=config.secondary,
@@ -364,30 +364,6 @@ def open_server(config: StackConfig) -> StatusServer | None:
 
     StackCollector(Snapshot)  # a check of a stack opens no more than this server: a missing extra is reported here
     return StatusServer(*config.metrics.address)
-
-
-def _manager_type(config: StackConfig, undo: ExitStack, *, is_program: bool) -> Callable[..., TieringOffloadingManager]:
-    """Return the class of the manager. `undo` closes a recorder that is opened here; later the manager closes it."""
-    if config.record is not None:
-        from tiered_kv.tiering.recording.manager import RecordingAuditedManager, RecordingManager
-        from tiered_kv.tiering.recording.recorder import Recorder
-
-        recorder = Recorder(config.record, config.block.tokens)
-        undo.callback(recorder.close)
-        if config.audit:
-            return partial(RecordingAuditedManager, recorder, is_program, _audit_rules(config))
-        return partial(RecordingManager, recorder, is_program)
-    if config.audit:
-        from tiered_kv.tiering.audit.manager import AuditedManager
-
-        return partial(AuditedManager, _audit_rules(config))
-    return TieringOffloadingManager
-
-
-def _audit_rules(config: StackConfig) -> AuditRules:
-    from tiered_kv.tiering.audit.audit import AuditRules
-
-    return AuditRules(config.audit, config.audit_tolerance, config.audit_action == "stop", config.namespace.dtype)
 
 
 def open_publisher(config: StackConfig) -> EventPublisher | None:
