@@ -63,6 +63,7 @@ ROOMS: list[tuple[str, ...]] = [
     ("tiered_kv.toolkit",),
     ("tiered_kv_",),  # the tiers' plugins
     ("tiered_kv.stack",),
+    ("tiered_kv.copying",),
     ("tiered_kv.direct",),
     ("tiered_kv.worker",),
     ("tiered_kv.server",),

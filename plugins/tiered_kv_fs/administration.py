@@ -19,15 +19,19 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from typing import Final
 
-from tiered_kv.reasons import RecordStatus
+from tiered_kv.base import OffloadKey
+from tiered_kv.reasons import Reason, RecordStatus
 from tiered_kv.system.file_systems import is_of_place
+from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, FOREIGN_NAMED_MAX, Purged, RecordCheck, Verification
 from tiered_kv.toolkit.claimed import walk
 from tiered_kv.toolkit.listing_administration import Entry, ListingAdministration
+from tiered_kv.toolkit.record import check_record
 from tiered_kv.toolkit.small_files import fields_of, opened, read_all, read_file, words_of
 from tiered_kv_fs.allocation import occupied_bytes
-from tiered_kv_fs.directory import claimed, reason_of, unlink_same
+from tiered_kv_fs.directory import FileFailure, claimed, reason_of, unlink_same
 from tiered_kv_fs.epoch import EpochFile
 from tiered_kv_fs.full_disk import without_room
 from tiered_kv_fs.ledger import DirectoryLedger
@@ -40,8 +44,11 @@ from tiered_kv_fs.names import (
     NAMESPACE_PATH,
     SHARED_PATH,
     SWEEP_NAME,
+    block_path,
 )
 from tiered_kv_fs.settings import FsSettings
+
+_PARALLEL_READS: Final = 4
 
 
 class FsAdministration(ListingAdministration):
@@ -135,6 +142,32 @@ class FsAdministration(ListingAdministration):
                     yield each, RecordStatus.BAD_PLACE if is_bad_place else reason_of(error), 0
                 else:
                     yield each._replace(where=about), status, read_bytes
+
+    def read_stored(
+        self, digest: str, epoch: str, keys: Sequence[OffloadKey], rows: Sequence[memoryview], deadline: float
+    ) -> list[RecordStatus | str]:
+        def read(item: tuple[OffloadKey, memoryview]) -> RecordStatus | str:
+            self.check_time(deadline, "copy")
+            return self._read_record(f"{self._path}/{digest}/{epoch}", bytes.fromhex(digest), *item)
+
+        pairs = list(zip(keys, rows, strict=True))
+        return [each.result() for each in run_all(read, pairs, "tiered-kv-copy", _PARALLEL_READS)]
+
+    def _read_record(self, root: str, namespace: bytes, key: OffloadKey, row: memoryview) -> RecordStatus | str:
+        """Read one block's record into `row`; return its status."""
+        try:
+            with opened(f"{root}/{block_path(key, namespace)}", os.O_RDONLY) as fd:
+                about = os.fstat(fd)
+                if not stat.S_ISREG(about.st_mode) or (self._settings.private and about.st_uid != os.geteuid()):
+                    return FileFailure.NOT_PRIVATE if stat.S_ISREG(about.st_mode) else FileFailure.NOT_A_FILE
+                if about.st_size > len(row):
+                    return RecordStatus.BAD_LENGTH
+                read_bytes = read_all(fd, [row[: about.st_size]])
+        except (FileNotFoundError, NotADirectoryError):
+            return Reason.ABSENT
+        except OSError as error:
+            return RecordStatus.BAD_PLACE if is_of_place(error) and self._can_read_marker() else reason_of(error)
+        return check_record(row, read_bytes, key, namespace)
 
     @contextmanager
     def opened(self, operation: str) -> Iterator[bool]:

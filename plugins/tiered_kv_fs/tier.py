@@ -28,7 +28,7 @@ from tiered_kv.toolkit.claimed import Identity, as_line
 from tiered_kv.toolkit.epoch import Epoch
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
-from tiered_kv.toolkit.record import HEADER_BYTES
+from tiered_kv.toolkit.record import HEADER_BYTES, codecs_of
 from tiered_kv.toolkit.touches import Touches
 from tiered_kv_fs.allocation import UNIT_BYTES_MIN, Allocation
 from tiered_kv_fs.blocks import TOUCH_INTERVAL_S, BlockFiles, Moved
@@ -69,14 +69,16 @@ class FsTier(AsyncTier):
         FormatError, TierUnavailableError: The directory cannot be used, and why.
     """
 
+    takes_records = True
+
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: FsSettings) -> None:
         # First the steps that may fail: a tier that was not opened holds no view of the region.
         self._settings = settings
-        self._codecs = settings.open_codecs()
+        spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)
+        self._codecs = codecs_of(spec, settings)
         block_bytes = block_bytes_of(primary_kv_view)
         self._record_bytes = HEADER_BYTES + block_bytes + self._codecs.overhead_bytes
         _sizes(settings.capacity, block_bytes, self._record_bytes, Allocation())
-        spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)
         name = spec.name
         identity = Identity(spec.namespace_digest, spec.namespace, block_bytes)
         self._directory = Directory(

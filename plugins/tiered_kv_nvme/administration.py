@@ -14,19 +14,21 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierBusyError
-from tiered_kv.reasons import RecordStatus
+from tiered_kv.reasons import Reason, RecordStatus
 from tiered_kv.system.file_systems import is_full, is_of_place, is_stuck
 from tiered_kv.system.permissions import check_file
 from tiered_kv.toolkit.administration import (
     DIGEST_HEX,
     Purged,
+    StoredBlock,
     StoredNamespace,
     Survey,
     SurveyedSegments,
@@ -55,6 +57,7 @@ from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, StoreCounters
 from tiered_kv_nvme.epoch import EPOCH_NAME
 from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader
 from tiered_kv_nvme.reader import decode_payload, neighbours, read_payloads
+from tiered_kv_nvme.records import StoredRecords
 from tiered_kv_nvme.recovery import SegmentScan
 from tiered_kv_nvme.segment import Segment, SegmentFiles
 from tiered_kv_nvme.settings import NvmeSettings
@@ -112,6 +115,23 @@ class NvmeAdministration(TierAdministration):
             verification.checks_tags = True
             with closing(self._owned(inspection.identity)) if verification.repairs else nullcontext() as owned:
                 inspection.verify(self._settings.open_codecs(), verification, owned)
+
+    def blocks(
+        self, digest: str, keys: Collection[OffloadKey] | None, deadline: float
+    ) -> Iterator[Sequence[StoredBlock]]:
+        with self._claimed.opened("copy") as fd:
+            inspection = self._inspection(fd, digest, deadline)
+            if inspection is not None:
+                yield from StoredRecords(inspection).blocks(None if keys is None else frozenset(keys))
+
+    def read_records(
+        self, digest: str, blocks: Sequence[StoredBlock], rows: Sequence[memoryview], deadline: float
+    ) -> Sequence[RecordStatus | str]:
+        with self._claimed.opened("copy") as fd:
+            inspection = self._inspection(fd, digest, deadline)
+            if inspection is None:
+                return [Reason.ABSENT] * len(blocks)
+            return StoredRecords(inspection).read(blocks, rows)
 
     def _owned(self, identity: Identity) -> SegmentDirectory:
         try:
@@ -217,12 +237,12 @@ class Inspection:
         self.path = self.claimed.path
         self._digest = self.identity.digest.hex()
         self._pattern = segment_pattern(self.identity.digest)
-        self._counters = StoreCounters(self.path)
+        self.counters = StoreCounters(self.path)
         """Counters that the scans need. No report shows their counts."""
         self._scratch = ThreadBuffer()
         data = read_file(f"{self.path}/{EPOCH_NAME}", PAGE_BYTES)
         mark = EpochMark.decode((data or b"")[:MARK_BYTES_MAX].rstrip(b"\0"))
-        self._epoch = 0 if mark is None else int(mark.value, 16)  # if there is no mark, no block is valid
+        self.epoch = 0 if mark is None else int(mark.value, 16)  # if there is no mark, no block is valid
 
     def count(self, census: Census) -> SurveyedSegments:
         files = size_bytes = free = unusable = left_out = filled_bytes = 0
@@ -236,8 +256,8 @@ class Inspection:
                     census.add(self._digest, status.st_blocks * 512, 0)
                 elif name not in OWN_NAMES | {LOST_AND_FOUND}:
                     census.add_foreign(name, status.st_blocks * 512)
-        scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters, checks_payloads=False)
-        for _, fd, segment in self._segments(scan, "survey"):
+        scan = SegmentScan(Disk(), self.identity, self.epoch, self.counters, checks_payloads=False)
+        for _, fd, segment in self.segments(scan, "survey"):
             if segment is None:
                 unusable += _is_damaged(fd)
                 continue
@@ -250,12 +270,12 @@ class Inspection:
 
     def verify(self, codecs: CodecSet, verification: Verification, owned: SegmentDirectory | None) -> None:
         """Check the payload of every valid block. If `owned`, the locked directory, is given, delete damaged blocks."""
-        files = None if owned is None else SegmentFiles(Disk(), owned, False, self._counters, 0, 0, 0)
+        files = None if owned is None else SegmentFiles(Disk(), owned, False, self.counters, 0, 0, 0)
         if owned is not None:
             remove(INDEX_NAME, dir_fd=self.fd)  # the next opening builds it from what is left
-        scan = SegmentScan(Disk(), self.identity, self._epoch, self._counters)
+        scan = SegmentScan(Disk(), self.identity, self.epoch, self.counters)
         self._codecs, self._block = codecs, ThreadBuffer().take(self.identity.block_bytes)
-        for slot, fd, segment in self._segments(scan, "verify", for_writing=files is not None):
+        for slot, fd, segment in self.segments(scan, "verify", for_writing=files is not None):
             path = f"{self.path}/segment-{self._digest[:8]}-{slot:06d}.kv"
             if segment is None:
                 note = partial(verification.note, RecordStatus.BAD_HEADER, PAGE_BYTES, path)
@@ -266,7 +286,7 @@ class Inspection:
             damaged, failure = set(self._damaged(segment, path, verification)), scan.failure
             is_cut = False
             if failure is not None:
-                is_cut = verification.note(self._found(failure, fd), 0, f"{path}, from byte {segment.end_offset} on")
+                is_cut = verification.note(self.found(failure, fd), 0, f"{path}, from byte {segment.end_offset} on")
             if (damaged or is_cut) and files is not None:
                 segment.table = segment.table.without(damaged)
                 if is_cut:
@@ -301,14 +321,14 @@ class Inspection:
             payloads = read_payloads(Disk(), self._scratch, segment.fd, entries)
         except OSError as error:
             if len(run) == 1:
-                return [self._found(error, segment.fd)]
+                return [self.found(error, segment.fd)]
             return [found for ordinal in run for found in self._read(segment, [ordinal])]
         found: list[RecordStatus | str] = []
         for key, entry, payload in zip(segment.table.keys(run), entries, payloads, strict=True):
             found.append(decode_payload(entry, key, payload, self._block, self.identity.digest, self._codecs))
         return found
 
-    def _found(self, error: OSError, fd: int) -> RecordStatus | str:
+    def found(self, error: OSError, fd: int) -> RecordStatus | str:
         """Return the finding for a failed read: a bad place, if the disk can still read another place."""
         if is_of_place(error):
             with suppress(OSError):
@@ -319,12 +339,15 @@ class Inspection:
                     return RecordStatus.BAD_PLACE
         return "io_error"
 
-    def _segments(
-        self, scan: SegmentScan, operation: str, *, for_writing: bool = False
+    def segments(
+        self, scan: SegmentScan, operation: str, *, for_writing: bool = False, newest_first: bool = False
     ) -> Iterator[tuple[int, int, Segment | None]]:
         """Yield the slot and an open descriptor of each segment file, and the segment that `scan` reads there."""
         flags = OPEN_FLAGS if for_writing else _READ_FLAGS
-        for name in sorted(names_in(self.fd)):
+        names = sorted(names_in(self.fd))
+        if newest_first:
+            names.sort(key=self._written_s, reverse=True)
+        for name in names:
             match = self._pattern.fullmatch(name)
             if match is None:
                 continue
@@ -341,6 +364,12 @@ class Inspection:
                     yield int(match[1]), fd, scan.read(fd, int(match[1]))
             finally:
                 os.close(fd)
+
+    def _written_s(self, name: str) -> float:
+        """Return when a file was written; 0 if it is gone."""
+        with suppress(OSError):
+            return os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_mtime
+        return 0.0
 
 
 def _end(segment: Segment) -> None:

@@ -65,6 +65,11 @@ def segment_pattern(digest: bytes) -> re.Pattern[str]:
     return re.compile(rf"segment-{digest[:4].hex()}-(\d{{6}})\.kv")
 
 
+def segment_name(digest: bytes, slot: int) -> str:
+    """Return the name of a namespace's segment file."""
+    return f"segment-{digest[:4].hex()}-{slot:06d}.kv"
+
+
 class SegmentDirectory:
     """A locked directory. Opening makes a missing one, and claims an empty one.
 

@@ -21,6 +21,7 @@ from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.claimed import Identity, absolute, as_line
 from tiered_kv.toolkit.jobs import Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
+from tiered_kv.toolkit.record import codecs_of
 from tiered_kv_nvme.disk import address_of
 from tiered_kv_nvme.layout import PAGE_BYTES
 from tiered_kv_nvme.settings import NvmeSettings
@@ -49,6 +50,8 @@ class NvmeTier(BlockingTier):
         ConfigError: The sizes do not fit the blocks, or the codec's library or a key file cannot be used.
         TierBusyError, FormatError, TierUnavailableError: The directory cannot be used; see `SegmentDirectory`.
     """
+
+    takes_records = True
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: NvmeSettings
@@ -143,7 +146,7 @@ class NvmeTier(BlockingTier):
 def _open_store(spec: TierSpec, primary_kv_view: memoryview, settings: NvmeSettings) -> SegmentStore:
     block_bytes = block_bytes_of(primary_kv_view)
     identity = Identity(spec.namespace_digest, spec.namespace, block_bytes)
-    codecs = settings.open_codecs()
+    codecs = codecs_of(spec, settings)
     options = StoreOptions(
         sizing=Sizing.of(
             settings.capacity,

@@ -10,6 +10,7 @@ names with the namespace's prefix stay, and are reported.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import islice
@@ -20,10 +21,10 @@ from redis.exceptions import RedisError, ResponseError
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.errors import TierUnavailableError
-from tiered_kv.reasons import RecordStatus
-from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, Verification
+from tiered_kv.reasons import Reason, RecordStatus
+from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, StoredBlock, Verification
 from tiered_kv.toolkit.listing_administration import Entry, ListingAdministration
-from tiered_kv.toolkit.record import HEADER_BYTES, decode_record, record_bytes_max
+from tiered_kv.toolkit.record import HEADER_BYTES, check_record, decode_record, record_bytes_max
 from tiered_kv.toolkit.resolver import words_of
 from tiered_kv.toolkit.small_files import fields_of
 from tiered_kv_redis import reasons as why
@@ -153,6 +154,36 @@ class RedisAdministration(ListingAdministration):
                             len(block),
                         )
 
+    needs_keys = False
+
+    def blocks_of_epoch(self, digest: str, epoch: str, deadline: float) -> Iterator[Sequence[StoredBlock]]:
+        prefix = KEY_PREFIX + f"{digest}:{epoch}:".encode()
+        for listed in self.entries(digest, deadline):
+            blocks = [each for each in listed if each.is_block and each.where[1].startswith(prefix)]
+            if blocks:
+                now_s, idle = time.time(), _idle_s(_client_of(blocks), blocks)
+                yield [
+                    StoredBlock(OffloadKey(each.key), each.size_bytes, None if idle_s is None else now_s - idle_s)
+                    for each, idle_s in zip(blocks, idle, strict=True)
+                ]
+
+    def read_stored(
+        self, digest: str, epoch: str, keys: Sequence[OffloadKey], rows: Sequence[memoryview], deadline: float
+    ) -> list[RecordStatus | str]:
+        prefix, namespace = KEY_PREFIX + f"{digest}:{epoch}:".encode(), bytes.fromhex(digest)
+        names = [prefix + key for key in keys]
+        found: list[RecordStatus | str] = [Reason.UNAVAILABLE] * len(keys)  # a slot without a server
+        for node, positions in self._topology.split(names, deadline):
+            with closing(node.client()) as client:
+                with suppress(ResponseError):  # Redis before 7.2 refuses it: there each copy counts as a use
+                    client.client_no_touch("ON")
+                entries = [Entry(repr(names[at]), digest, None, where=(client, names[at])) for at in positions]
+                for at, (_, value) in zip(positions, _loaded(client, entries, len(rows[0])), strict=True):
+                    found[at] = _record_of(value, rows[at], keys[at], namespace)
+                    if found[at] in why.ELSEWHERE:
+                        self._topology.refresh()
+        return found
+
     def close(self) -> None:
         self._topology.close()
 
@@ -197,6 +228,23 @@ def _loaded(client: Redis, entries: Sequence[Entry], limit: int) -> Iterator[tup
     values = iter(_replies(client, [("GET", name) for name in short_names]))
     for each, length, short in zip(entries, lengths, is_short, strict=True):
         yield each, next(values) if short else length
+
+
+def _record_of(value: object, row: memoryview, key: OffloadKey, namespace: bytes) -> RecordStatus | str:
+    """Put the value of a block's name into `row`; return its status."""
+    if isinstance(value, bytes):
+        row[: len(value)] = value
+        return check_record(row, len(value), key, namespace)
+    if isinstance(value, Exception):
+        is_foreign = str(value).startswith("WRONGTYPE")
+        return ServerFailure.WRONG_TYPE if is_foreign else reason_of_error(value)
+    return RecordStatus.BAD_LENGTH if value else Reason.ABSENT
+
+
+def _idle_s(client: Redis, entries: Sequence[Entry]) -> list[int | None]:
+    """Return for how many seconds each block was not used; None where the server's policy counts uses instead."""
+    replies = _replies(client, [("OBJECT IDLETIME", each.where[1]) for each in entries])
+    return [reply if isinstance(reply, int) else None for reply in replies]
 
 
 def _replies(client: Redis, commands: Sequence[tuple[str, bytes]]) -> list[object]:

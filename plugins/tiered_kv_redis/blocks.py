@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from tiered_kv.metrics.counters import Counters
 from tiered_kv.reasons import UNREADABLE, Reason
+from tiered_kv.toolkit.codecs import CodecSet
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, Unreadable, decode_record, record_bytes_max
 from tiered_kv_redis import reasons as why
 from tiered_kv_redis.connection import Link
@@ -44,12 +45,12 @@ class Blocks:
     """The blocks of one namespace. Worker threads call, several at once.
 
     `note_failures` is called with an operation, how many blocks failed, and why.
-    Raises `MissingExtraError`: the codec's library is not installed.
     """
 
     def __init__(
         self,
         settings: RedisSettings,
+        codecs: CodecSet,
         topology: Topology,
         counters: Counters,
         block_bytes: int,
@@ -62,7 +63,7 @@ class Blocks:
         self._record_bytes_max = record_bytes_max(block_bytes)
         self._transfer = Transfer(
             namespace_digest,
-            settings.open_codecs(),
+            codecs,
             ttl_ms=None if settings.ttl is None else max(1, round(settings.ttl * 1000)),
             send_bytes=max(_SEND_BYTES_MIN, _SENDS_BYTES // settings.connections),
             pipeline_bytes=settings.pipeline,

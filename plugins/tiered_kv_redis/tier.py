@@ -22,6 +22,7 @@ from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.failure_texts import OF_LOOKUPS
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
+from tiered_kv.toolkit.record import codecs_of
 from tiered_kv.toolkit.touches import Touches
 from tiered_kv_redis import reasons as why
 from tiered_kv_redis.blocks import Blocks
@@ -56,6 +57,8 @@ class RedisTier(BlockingTier):
         TierUnavailableError: The server refuses the password, the user or TLS.
     """
 
+    takes_records = True
+
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: RedisSettings
     ) -> None:
@@ -69,7 +72,10 @@ class RedisTier(BlockingTier):
         self._topology = Topology(settings, lambda: self._keyspace.epoch.recheck())
         try:
             block_bytes = block_bytes_of(primary_kv_view)
-            self._stored = Blocks(settings, self._topology, self._counters, block_bytes, digest, self._note_failures)
+            codecs = codecs_of(spec, settings)
+            self._stored = Blocks(
+                settings, codecs, self._topology, self._counters, block_bytes, digest, self._note_failures
+            )
             self._keyspace = KeySpace(self._topology, digest, spec.namespace, name)
             refusal = self._contact()
             if refusal in why.REFUSALS:

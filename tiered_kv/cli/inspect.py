@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from tiered_kv.cli.arguments import describe_use, seconds, size
 from tiered_kv.cli.output import Status, one_line, print_json, print_table, print_text, progress
+from tiered_kv.cli.paced import paced
 from tiered_kv.cli.stacks import (
     OperatedStack,
     add_stack_arguments,
@@ -43,10 +44,6 @@ _RATE_BYTES = 100 << 20
 10 Gbit/s carries."""
 _TIMEOUT_FACTOR = 4
 """A check may take this many times as long as its rate needs."""
-_SHOW_INTERVAL_S = 0.1
-_SLEEP_MIN_S = 0.01
-_LAG_MAX_S = 1.0
-"""Limit of the seconds that a check catches up. Slow reads and long sleeps put a check behind its rate."""
 _CHECKED = ("ok", "blocks", "size_bytes", "damaged", "unreadable", "repaired", "checks_tags", "notes", "error")
 
 
@@ -141,7 +138,7 @@ def _verify(
     time_limit.begin(limit_s)
     deadline = time.monotonic() + limit_s
     with progress(f"verifying {tier.name}", total_bytes, in_bytes=True) as show:
-        on_block = _paced(rate_bytes, show, deadline)
+        on_block = paced(rate_bytes, show, deadline)
         for each in tier.survey.namespaces:
             digest = each.digest
             block_bytes = block_bytes_in(each.described)
@@ -154,29 +151,6 @@ def _verify(
                 found.error = f"tiers of type '{settings.type}' cannot be verified"
             except Exception as problem:  # a third-party administration may raise anything
                 found.error = tier_error_text(problem, settings)
-
-
-def _paced(rate_bytes: int, show: Callable[[int], None], deadline: float) -> Callable[[int], None]:
-    """Return a callback that gets the bytes of each checked block, and sleeps to keep to the rate.
-
-    For small blocks, the callback sleeps and shows progress once for many blocks. To sleep, or to show progress, takes
-    longer than to check one small block.
-    """
-    done_bytes = 0
-    due_s = shown_s = time.monotonic()
-
-    def on_block(size_bytes: int) -> None:
-        nonlocal done_bytes, due_s, shown_s
-        now_s = time.monotonic()
-        done_bytes += size_bytes
-        due_s = max(due_s, now_s - _LAG_MAX_S) + size_bytes / rate_bytes
-        if now_s - shown_s >= _SHOW_INTERVAL_S:
-            show(done_bytes)
-            shown_s = now_s
-        if due_s - now_s >= _SLEEP_MIN_S:
-            time.sleep(max(0.0, min(due_s, deadline) - now_s))
-
-    return on_block
 
 
 def _size_bytes(found: StoredNamespace) -> int:

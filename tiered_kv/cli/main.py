@@ -33,6 +33,7 @@ _VERBS = {
     "bench": "measure store and load throughput and lookup latency, tier by tier",
     "inspect": "show what each tier stores, by namespace, and check whether its blocks are sound",
     "purge": "remove the bytes of a namespace, or of a tenant, from every tier of a stack",
+    "copy": "copy stored blocks to another storage, as they are",
     "top": "show what a running stack does now, tier by tier",
     "doctor": "say what a running engine gains, what limits that, and which setting to change",
     "why": "say why blocks of a running stack were misses",

@@ -102,6 +102,8 @@ class TierSpec:
         memory: If set, `JobMetadata.block_ids` are byte offsets into it, and the tier's view only has the right sizes.
             If None, they are rows of the view.
         on_finished: Called on any thread when a job has ended or lookups were answered; returns at once. Optional.
+        holds_records: Whether `memory` holds records in place of blocks, for a copy between storages: the tier stores
+            each as it is, and gets no loads. Only for tiers with `takes_records`.
     """
 
     name: str
@@ -111,6 +113,7 @@ class TierSpec:
     wants_events: bool = False
     memory: memoryview | None = None
     on_finished: Callable[[], None] | None = None
+    holds_records: bool = False
 
     def __post_init__(self) -> None:
         digest = self.namespace_digest
@@ -177,6 +180,8 @@ class SecondaryTierManager(ABC):
     is_nonblocking: ClassVar[bool] = False
     takes_offsets: bool = False
     """Whether the tier supports `TierSpec.memory`, as the toolkit's tiers do. Other tiers work only below a manager."""
+    takes_records: ClassVar[bool] = False
+    """Whether the tier supports `TierSpec.holds_records`, so that `tiered-kv copy` can fill its storage."""
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str) -> None:
         self.tier_spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)

@@ -1,4 +1,4 @@
-"""Administration of a tier's storage without a stack: survey, verify and purge its namespaces.
+"""Administration of a tier's storage without a stack: survey, verify, purge and copy its namespaces.
 
     administration = tier_type.administration()(settings)
     with closing(administration):
@@ -17,10 +17,11 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
+from tiered_kv.base import OffloadKey
 from tiered_kv.config.namespace import NamespaceIdentity
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.reasons import UNREADABLE, RecordStatus
@@ -165,6 +166,16 @@ class Verification:
 _SOUND = UNREADABLE | {RecordStatus.UNENCRYPTED}  # intact records that this process cannot load. Others may load them.
 
 
+class StoredBlock(NamedTuple):
+    """A block of a storage, for a copy."""
+
+    key: OffloadKey
+    size_bytes: int | None = None  # of its record, at least about; None if unknown
+    used_s: float | None = None  # when it was last used or written, in seconds of Unix time; None if unknown
+    where: Any = None
+    """A value that the storage needs beside the key, to read the block. (Any: each storage has its own.)"""
+
+
 class TierAdministration(ABC):
     """Administers one tier's storage. A subclass is constructed with the tier's settings. Used by one thread.
 
@@ -203,6 +214,34 @@ class TierAdministration(ABC):
 
         It uses memory for a few blocks at most, even if the storage claims wrong sizes. `verification` has the results,
         also after an exception. Raises `NotImplementedError`: tiers of this type cannot be verified.
+        """
+        raise NotImplementedError
+
+    def blocks(
+        self, digest: str, keys: Collection[OffloadKey] | None, deadline: float
+    ) -> Iterator[Sequence[StoredBlock]]:
+        """Yield in batches the blocks of one namespace that can be loaded, or those of `keys` only. Optional.
+
+        A storage that knows when its blocks were used yields the last used ones first, as far as that is cheap. A block
+        that is stored or deleted meanwhile may be left out; one of `keys` may be yielded though the storage lacks it.
+
+        Raises:
+            NotImplementedError: Blocks of this type of tier cannot be copied; or, without `keys`, the storage keeps no
+                keys, and `needs_keys` is True.
+        """
+        raise NotImplementedError
+
+    needs_keys: ClassVar[bool] = False
+    """Whether `blocks` needs `keys`, since the storage keeps no keys of its blocks."""
+
+    def read_records(
+        self, digest: str, blocks: Sequence[StoredBlock], rows: Sequence[memoryview], deadline: float
+    ) -> Sequence[RecordStatus | str]:
+        """Read the record of each block into its row, as it is stored, and check it with `check_record`. Optional.
+
+        A row is writable, and has `record_bytes_max` bytes. Other processes go on meanwhile. The answer has for each
+        block its status: OK, the fault of a damaged record, or one word for the reason why the block cannot be read
+        now. That is `Reason.ABSENT` if it is gone, and `Reason.RESET` if the cache was reset since `blocks`.
         """
         raise NotImplementedError
 

@@ -2,23 +2,26 @@
 
 A tier's administration subclasses `ListingAdministration`, and the commands call the subclass on one thread.
 `ListingAdministration` has the loops: a survey lists once; a purge lists and deletes until a listing finds nothing; a
-check lists and reads blocks. A subclass lists, deletes, reads and describes. What must stay true: no foreign entry is
-deleted.
+check lists and reads blocks; a copy reads the blocks of the present epoch. A subclass lists, deletes, reads and
+describes. What must stay true: no foreign entry is deleted, and no block from before a reset is copied.
 """
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, Final, NamedTuple, Protocol
 
-from tiered_kv.reasons import RecordStatus
+from tiered_kv.base import OffloadKey
+from tiered_kv.reasons import Reason, RecordStatus
 from tiered_kv.toolkit.administration import (
     FOREIGN_NAMED_MAX,
     NAMESPACES_MAX,
     Purged,
+    StoredBlock,
     StoredNamespace,
     Survey,
     TierAdministration,
@@ -28,6 +31,7 @@ from tiered_kv.toolkit.administration import (
 from tiered_kv.toolkit.census import Census
 from tiered_kv.toolkit.epoch import Epoch, EpochMark, EpochStore
 
+_KEYS_AT_ONCE: Final = 256  # blocks of one batch for a copy
 _SURVEYS_MAX: Final = 20
 """Limit of the listings of one purge. A stack may go on storing blocks, so a purge might find blocks for ever."""
 
@@ -67,6 +71,8 @@ class RemovableMark(EpochStore, Protocol):
 class ListingAdministration(TierAdministration):
     """Administers a storage that can list its entries and delete them, while other processes use it."""
 
+    needs_keys = True
+
     @abstractmethod
     def entries(self, digest: str | None, deadline: float) -> Iterator[Sequence[Entry]]:
         """Yield the entries of one namespace; of all namespaces if `digest` is None.
@@ -104,10 +110,20 @@ class ListingAdministration(TierAdministration):
         The caller may delete a damaged block. A block that another process deletes before it is read is left out.
         """
 
+    def read_stored(
+        self, digest: str, epoch: str, keys: Sequence[OffloadKey], rows: Sequence[memoryview], deadline: float
+    ) -> Sequence[RecordStatus | str]:
+        """Read the records of blocks of an epoch, for `read_records`. Optional: without it, blocks cannot be copied."""
+        raise NotImplementedError
+
+    def blocks_of_epoch(self, digest: str, epoch: str, deadline: float) -> Iterator[Sequence[StoredBlock]]:
+        """Yield the blocks of an epoch in batches. Only for a storage that keeps keys (`needs_keys` is False)."""
+        raise NotImplementedError
+
     def opened(self, operation: str) -> AbstractContextManager[bool]:
         """Hold the locks and connections that an operation needs. Yield whether there is a storage.
 
-        The `operation` is "purge", "survey", "verify" or "repair".
+        The `operation` is "purge", "survey", "verify", "repair" or "copy".
         """
         return nullcontext(True)
 
@@ -213,3 +229,36 @@ class ListingAdministration(TierAdministration):
                     if refused and len(verification.notes) < FOREIGN_NAMED_MAX:
                         verification.notes.append(f"{each.name} cannot be deleted: {refused[0]}")
                 self.check_time(deadline, operation)
+
+    def blocks(
+        self, digest: str, keys: Collection[OffloadKey] | None, deadline: float
+    ) -> Iterator[Sequence[StoredBlock]]:
+        if type(self).read_stored is ListingAdministration.read_stored or (keys is None and self.needs_keys):
+            raise NotImplementedError
+        with self.opened("copy") as is_stored:
+            epoch = self._epoch_of(digest, deadline) if is_stored else None
+            if epoch is None:
+                return
+            if keys is None:
+                for batch in self.blocks_of_epoch(digest, epoch, deadline):
+                    yield [each._replace(where=epoch) for each in batch]
+                return
+            waiting = iter(keys)
+            while some := list(islice(waiting, _KEYS_AT_ONCE)):
+                yield [StoredBlock(key, where=epoch) for key in some]
+
+    def read_records(
+        self, digest: str, blocks: Sequence[StoredBlock], rows: Sequence[memoryview], deadline: float
+    ) -> Sequence[RecordStatus | str]:
+        with self.opened("copy") as is_stored:
+            epoch = self._epoch_of(digest, deadline) if is_stored else None
+            if epoch is None or any(each.where != epoch for each in blocks):
+                return [Reason.RESET] * len(blocks)
+            return self.read_stored(digest, epoch, [each.key for each in blocks], rows, deadline)
+
+    def _epoch_of(self, digest: str, deadline: float) -> str | None:
+        """Return the epoch that a process joins when it opens the namespace; None if it would draw a new one."""
+        deadline = min(deadline, time.monotonic() + self._settings.job_timeout)
+        data = self.mark(digest).read(deadline)
+        mark = None if data is None else EpochMark.decode(data)
+        return None if mark is None else mark.value

@@ -33,6 +33,7 @@ from tiered_kv.tiering.lookups import BatchedLookups, Probe
 from tiered_kv.toolkit.concurrency import StoreConcurrency
 from tiered_kv.toolkit.failure_texts import OF_LOOKUPS, FailureTexts
 from tiered_kv.toolkit.jobs import ALL_DONE, Job, Outcome, Part, PartQueue, failure_reason
+from tiered_kv.toolkit.record import record_bytes_max
 
 _log = logging.getLogger("tiered_kv.toolkit")
 
@@ -90,7 +91,10 @@ class QueuedTier(SecondaryTierManager):
         self._row_bytes = self.block_bytes if memory is None else 1  # in `memory`, block ids are offsets in bytes
         self._primary_flat = (primary_kv_view if memory is None else memory).cast("B")
         self._primary_flat_readonly = self._primary_flat.toreadonly()  # for stores
-        self._last_row = (len(self._primary_flat) - self.block_bytes) // self._row_bytes  # the greatest block id
+        self._moved_bytes = self.block_bytes
+        if self.tier_spec.holds_records:
+            self._moved_bytes = record_bytes_max(self.block_bytes)
+        self._last_row = (len(self._primary_flat) - self._moved_bytes) // self._row_bytes  # the greatest block id
         self._clock = clock
         self._part_blocks = part_blocks
         self._store_part_blocks = store_part_blocks or part_blocks
@@ -300,7 +304,7 @@ class QueuedTier(SecondaryTierManager):
         return False
 
     def _blocks_of(self, part: Part) -> list[memoryview]:
-        metadata, size, step = part.job.metadata, self.block_bytes, self._row_bytes
+        metadata, size, step = part.job.metadata, self._moved_bytes, self._row_bytes
         flat = self._primary_flat if metadata.is_promotion else self._primary_flat_readonly
         rows = metadata.block_ids[part.start : part.stop].tolist()
         return [flat[row * step : row * step + size] for row in rows]

@@ -20,6 +20,7 @@ import xxhash
 from tiered_kv.base import OffloadKey
 from tiered_kv.reasons import RecordStatus as RecordStatus  # authors import it from here
 from tiered_kv.system.step import give_way
+from tiered_kv.tiering.base import TierSpec
 from tiered_kv.toolkit.codecs import (
     ENCRYPTED_IDS,
     OVERHEAD_BYTES_MAX,
@@ -27,6 +28,8 @@ from tiered_kv.toolkit.codecs import (
     RAW_ID,
     ZSTD_ID,
     CodecSet,
+    CodecSettings,
+    Draft,
     binding_of,
     payload_bytes_range,
 )
@@ -89,15 +92,64 @@ def encode_record(
     A payload that is neither compressed nor encrypted is `block` itself, not a copy. A block that would not get shorter
     is not compressed.
 
-    `block` is one-dimensional; `room` allocates the buffer of an encrypted payload.
+    `block` is one-dimensional; `room` allocates the buffer of an encrypted payload. With `WholeRecords` it is a record.
     """
     give_way()
     draft = codecs.draft(block)
     payload = draft.content
+    if isinstance(codecs, WholeRecords):
+        return bytes(block[:HEADER_BYTES]), payload
     if draft.cipher is not None:
         payload = room(draft.payload_bytes)
         draft.write_into(payload, binding_of(namespace_digest, key))
     return _header(digest_of(key), draft.codec_id, draft.key_id, len(block), payload, namespace_digest), payload
+
+
+class WholeRecords(CodecSet):
+    """In place of a tier's codecs while the tier gets whole records (`TierSpec.holds_records`), and not blocks.
+
+    Their checksums have been verified: see `check_record`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes_raw = False
+        self.overhead_bytes = OVERHEAD_BYTES_MAX
+
+    def draft(self, block: memoryview) -> Draft:
+        header = read_header(block[:HEADER_BYTES])
+        assert isinstance(header, RecordHeader), f"no record: {header}"
+        return Draft(header.codec_id, header.raw_bytes, block[HEADER_BYTES : HEADER_BYTES + header.payload_bytes])
+
+
+def codecs_of(spec: TierSpec, settings: CodecSettings) -> CodecSet:
+    """Return the codecs of a tier; for a tier that gets whole records, the ones that leave these as they are.
+
+    Raises:
+        ConfigError: A key file cannot be used.
+        MissingExtraError: A library is not installed.
+    """
+    return WholeRecords() if spec.holds_records else settings.open_codecs()
+
+
+def write_header(
+    row: memoryview, key: OffloadKey, codec_id: int, raw_bytes: int, payload_bytes: int, namespace_digest: bytes
+) -> None:
+    """Write the header of a payload that a storage keeps without one. It begins `HEADER_BYTES` behind that of `row`."""
+    payload = row[HEADER_BYTES : HEADER_BYTES + payload_bytes]
+    key_id = key_id_of(payload) if codec_id in ENCRYPTED_IDS else 0
+    row[:HEADER_BYTES] = _header(digest_of(key), codec_id, key_id, raw_bytes, payload, namespace_digest)
+
+
+def check_record(row: memoryview, record_bytes: int, key: OffloadKey, namespace_digest: bytes) -> RecordStatus:
+    """Return OK if `row` begins with a sound record of this block, `record_bytes` long, whoever can decode it.
+
+    `row` has the greatest length of a record, `record_bytes_max` of the block's size. Like `verify_record`, it does not
+    check the tag of an encrypted payload.
+    """
+    record, block_bytes = row[:record_bytes], len(row) - record_bytes_max(0)
+    found = _checked_header(record, record[HEADER_BYTES:], digest_of(key), block_bytes, namespace_digest)
+    return found if isinstance(found, RecordStatus) else RecordStatus.OK
 
 
 def read_header(header: Bytes) -> RecordHeader | RecordStatus:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
-from tiered_kv.reasons import RecordStatus
+from tiered_kv.base import OffloadKey
+from tiered_kv.reasons import Reason, RecordStatus
 from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.administration import DESCRIPTION_BYTES_MAX, DIGEST_HEX, RecordCheck, Verification
 from tiered_kv.toolkit.listing_administration import Entry, ListingAdministration
@@ -20,7 +21,7 @@ from tiered_kv.toolkit.objects.epoch import RemovableObject
 from tiered_kv.toolkit.objects.naming import Naming
 from tiered_kv.toolkit.objects.store import DELETED_AT_ONCE, ObjectControl, ObjectStore
 from tiered_kv.toolkit.objects.verdict import ABSENCE, Verdict
-from tiered_kv.toolkit.record import DIGEST_BYTES
+from tiered_kv.toolkit.record import DIGEST_BYTES, check_record
 from tiered_kv.toolkit.small_files import fields_of
 
 _PARALLEL_READS: Final = 8
@@ -79,6 +80,38 @@ class ObjectAdministration(ListingAdministration):
                         # No version is named: the delete of one would make an older version the block again.
                         block = each._replace(where=None)
                         yield block, status, 0 if status == check.too_long else each.size_bytes or 0
+
+    def read_stored(
+        self, digest: str, epoch: str, keys: Sequence[OffloadKey], rows: Sequence[memoryview], deadline: float
+    ) -> list[RecordStatus | str]:
+        naming = self.naming(digest)
+
+        def read(item: tuple[OffloadKey, memoryview]) -> RecordStatus | str:
+            return self._read_record(naming.block(epoch, item[0]), bytes.fromhex(digest), *item, deadline)
+
+        pairs = list(zip(keys, rows, strict=True))
+        return [each.result() for each in run_all(read, pairs, "tiered-kv-copy", _PARALLEL_READS)]
+
+    def _read_record(
+        self, name: str, namespace: bytes, key: OffloadKey, row: memoryview, deadline: float
+    ) -> RecordStatus | str:
+        """Read one block's record into `row`; return its status."""
+        deadline = min(deadline, time.monotonic() + self._settings.job_timeout)
+        found: RecordStatus | str = RecordStatus.BAD_LENGTH
+        sizes: list[int] = []
+
+        def sink(size_bytes: int) -> list[memoryview] | None:
+            sizes[:] = [size_bytes]
+            return [row[:size_bytes]] if size_bytes <= len(row) else None
+
+        for _ in range(2):  # the second time if the first record was damaged, perhaps on its way
+            verdict = self._store.get(name, sink, len(row), deadline)
+            if verdict is not Verdict.DONE:
+                return Reason.ABSENT if verdict in ABSENCE else found if verdict is Verdict.OVERSIZED else str(verdict)
+            found = check_record(row, sizes[0], key, namespace)
+            if found is RecordStatus.OK:
+                break
+        return found
 
     def close(self) -> None:
         self._control.close()

@@ -34,7 +34,14 @@ from tiered_kv.toolkit.objects.store import ObjectControl, ObjectStore
 from tiered_kv.toolkit.objects.sweeper import Sweeper
 from tiered_kv.toolkit.objects.verdict import ABSENCE, UNHEARD, BucketError, Verdict
 from tiered_kv.toolkit.queued import block_bytes_of
-from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record, record_bytes_max
+from tiered_kv.toolkit.record import (
+    HEADER_BYTES,
+    RecordStatus,
+    codecs_of,
+    decode_record,
+    encode_record,
+    record_bytes_max,
+)
 from tiered_kv.toolkit.touches import Touches
 
 _PART_BYTES = 1  # one block a part: a job takes mostly the server's time to answer, so its blocks travel in parallel
@@ -64,13 +71,15 @@ class ObjectTier(BlockingTier):
             server that does not answer is no error.
     """
 
+    takes_records = True
+
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, settings: ObjectSettings
     ) -> None:
         spec = TierSpec.of(offloading_spec, tier_type, primary_kv_view)
         name = spec.name
         self._settings = settings
-        self._codecs = settings.open_codecs()
+        self._codecs = codecs_of(spec, settings)
         self._room = ThreadBuffer()
         """Buffers for compressed or encrypted payloads."""
         record_bytes = HEADER_BYTES + block_bytes_of(primary_kv_view) + self._codecs.overhead_bytes
