@@ -14,7 +14,7 @@ from tests.support.faulty import FourMethodTier
 from tests.support.places import Place
 from tests.support.stacks import plugged, stack_file
 from tests.support.tenants import BLOCK_BYTES, Tenant
-from tiered_kv.cli import inspect
+from tiered_kv.cli import paced
 from tiered_kv.cli.main import main
 from tiered_kv.config.hooks import TierType
 from tiered_kv.config.settings import TierSettings
@@ -370,7 +370,7 @@ def test_storage_is_slowed_down_only_where_it_is_faster_than_the_rate(
     rate: str, slept_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SlowStorage, "clock", clock := StandingClock())
-    monkeypatch.setattr(inspect, "time", clock)
+    monkeypatch.setattr(paced, "time", clock)
     with plugged(TierType("slow", TierSettings, lambda: FourMethodTier, "", lambda: SlowStorage)):
         assert main(["inspect", stack_file(tmp_path, "type: slow"), "--verify", "--rate", rate]) == 0
     assert clock.slept_s == pytest.approx(slept_s, abs=0.05)

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -271,7 +271,14 @@ def report(copied: Copied, source: str, target: str, args: argparse.Namespace, *
                 "dry_run": bool(getattr(args, "dry_run", False)),
                 "planned": {"blocks": plan.blocks, "size_bytes": plan.size_bytes},
                 "left_out": {"blocks": plan.left_out, "size_bytes": plan.left_out_bytes},
-                **asdict(counts),
+                "copied": counts.copied,
+                "copied_bytes": counts.copied_bytes,
+                "present": counts.present,
+                "gone": counts.gone,
+                "damaged": dict(counts.damaged),
+                "unreadable": dict(counts.unreadable),
+                "refused": dict(counts.refused),
+                "is_whole": counts.is_whole,
                 "seconds": round(copied.seconds, 3),
                 "interrupted": stopped,
                 "error": copied.error,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -116,9 +115,4 @@ class BlocksToCopy:
         return self.block_bytes + HEADER_BYTES if block.size_bytes is None else block.size_bytes
 
     def _listed(self) -> Iterator[Sequence[StoredBlock]]:
-        listing = self.source.blocks(self.digest, self.selection.keys, time.monotonic() + _LIST_S)
-        if not hasattr(listing, "close"):  # no generator
-            yield from listing
-            return
-        with closing(listing):
-            yield from listing
+        return self.source.blocks(self.digest, self.selection.keys, time.monotonic() + _LIST_S)

@@ -15,16 +15,21 @@ class TestMyAdministration(TierAdministrationConformance):
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.errors import TierError
+from tiered_kv.reasons import RecordStatus
 from tiered_kv.testing.rig import OpenTier, TierRig, make_keys
-from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
-from tiered_kv.toolkit.administration import StoredNamespace, TierAdministration, Verification
+from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager, TierSpec
+from tiered_kv.toolkit.administration import StoredBlock, StoredNamespace, TierAdministration, Verification
+from tiered_kv.toolkit.record import HEADER_BYTES, RecordHeader, check_record, read_header, record_bytes_max
 
 BLOCKS = 12
 
@@ -159,6 +164,73 @@ class TierAdministrationConformance:
         assert (purged.blocks in (None, BLOCKS + 1), purged.left) == (True, ())
         assert self.namespaces(administration) == {}
 
+    def test_blocks_are_listed_and_read_as_records_for_a_copy(
+        self, alice: TierRig, administration: TierAdministration
+    ) -> None:
+        listed = self.listed(administration, alice, make_keys(BLOCKS))
+        assert sorted(each.key for each in listed) == sorted(make_keys(BLOCKS))
+        assert all(each.used_s is None or abs(time.time() - each.used_s) < 3600 for each in listed)
+        statuses, rows = self.read(administration, alice, listed)
+        assert statuses == [RecordStatus.OK] * BLOCKS
+        digest = alice.spec.namespace_digest
+        for block, row in zip(listed, rows, strict=True):
+            header = read_header(row)
+            assert isinstance(header, RecordHeader)
+            record_bytes = HEADER_BYTES + header.payload_bytes
+            assert check_record(row, record_bytes, block.key, digest) is RecordStatus.OK
+        chosen = [*make_keys(3), *make_keys(2, "never stored")]
+        few = [each for batch in administration.blocks(digest.hex(), chosen, self.end_s) for each in batch]
+        statuses, _ = self.read(administration, alice, few)
+        read = [each.key for each, status in zip(few, statuses, strict=True) if status is RecordStatus.OK]
+        assert sorted(read) == sorted(make_keys(3))
+
+    def test_blocks_from_before_a_reset_are_not_copied(
+        self, alice: TierRig, administration: TierAdministration
+    ) -> None:
+        before = self.listed(administration, alice, make_keys(BLOCKS))
+        if not self.is_shared:
+            alice.reopen()
+        alice.tier.reset_cache()
+        after = make_keys(1, "after")
+        assert alice.store(after).success
+        if not self.is_shared:
+            alice.tier.shutdown()
+        assert RecordStatus.OK not in self.read(administration, alice, before)[0]
+        listed = self.listed(administration, alice, [*make_keys(BLOCKS), *after])
+        statuses, _ = self.read(administration, alice, listed)
+        assert [each.key for each, status in zip(listed, statuses, strict=True) if status is RecordStatus.OK] == after
+
+    def test_damaged_blocks_are_not_copied(self, alice: TierRig, administration: TierAdministration) -> None:
+        if not self.corrupt(alice.tier):
+            pytest.skip("`corrupt` is not defined")
+        listed = self.listed(administration, alice, make_keys(BLOCKS))
+        assert RecordStatus.OK not in self.read(administration, alice, listed)[0]
+
+    def test_a_tier_stores_records_as_they_are(
+        self, alice: TierRig, administration: TierAdministration, open_tier: OpenTier
+    ) -> None:
+        if not alice.tier.takes_records:
+            pytest.skip("the tier's class does not set `takes_records`")
+        keys = make_keys(BLOCKS)
+        _, rows = self.read(administration, alice, listed := self.listed(administration, alice, keys))
+        assert administration.purge(digest_of(alice), self.end_s).left == ()
+        alice.tier.shutdown()
+        memory, row_bytes = memoryview(bytearray().join(rows)), record_bytes_max(self.block_bytes)
+        sizes = memoryview(bytearray(self.block_bytes)).cast("B", (1, self.block_bytes))
+        tier = open_tier(replace(alice.spec, memory=memory, holds_records=True), sizes)
+        offsets = np.arange(BLOCKS, dtype=np.int64) * row_bytes
+        tier.submit_store(JobMetadata(1, [each.key for each in listed], offsets, False, ReqContext("copy"), self.end_s))
+        results: list[JobResult] = []
+        while not results:
+            assert time.monotonic() < self.end_s, "the store was not reported"
+            tier.on_schedule_end()
+            results += tier.get_finished()
+            time.sleep(0.001)
+        assert results[0].success, results[0].reason
+        tier.shutdown()
+        alice.reopen()
+        assert alice.load(keys) == set(keys)
+
     def test_calls_end_at_their_deadline(self, alice: TierRig, administration: TierAdministration) -> None:
         calls: list[Callable[[], object]] = [
             lambda: administration.survey(time.monotonic() - 1),
@@ -167,6 +239,26 @@ class TierAdministrationConformance:
         for call in calls:
             with pytest.raises(TierError):
                 call()
+
+    @property
+    def end_s(self) -> float:
+        """A deadline of a call that begins now."""
+        return time.monotonic() + self.wait_s
+
+    def listed(self, administration: TierAdministration, rig: TierRig, keys: Sequence[OffloadKey]) -> list[StoredBlock]:
+        """Return a tenant's blocks, for a copy; of `keys` if the storage keeps no keys."""
+        wanted = keys if administration.needs_keys else None
+        try:
+            return [each for batch in administration.blocks(digest_of(rig), wanted, self.end_s) for each in batch]
+        except NotImplementedError:
+            pytest.skip("the administration does not define `blocks`")
+
+    def read(
+        self, administration: TierAdministration, rig: TierRig, blocks: Sequence[StoredBlock]
+    ) -> tuple[list[RecordStatus | str], list[memoryview]]:
+        """Read the records of blocks; return their statuses, and the rows."""
+        rows = [memoryview(bytearray(record_bytes_max(self.block_bytes))) for _ in blocks]
+        return list(administration.read_records(digest_of(rig), blocks, rows, self.end_s)), rows
 
     def blocks_of(self, rig: TierRig) -> int:
         """Return how many of a tenant's blocks can be loaded."""
