@@ -24,7 +24,7 @@ from tiered_kv.toolkit.administration import Survey, TierAdministration
 
 BLOCKS = 40
 KEY = secrets.token_hex(32)
-AES: dict[str, object] = {"codec": "aes-256-gcm", "encryption": {"keys": {1: KEY}}}
+AES: dict[str, Any] = {"codec": "aes-256-gcm", "encryption": {"keys": {1: KEY}}}
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ PROOFS: Mapping[str, Proof] = {
     "crash/redis": Proof(PHANTOM, "system calls killed at"),
     "crash/s3": Proof(PHANTOM, "system calls killed at"),
     "crash/host": Proof(WRONG_BYTES, "system calls killed at"),
+    "copies": Proof(WRONG_BYTES, "copies killed, damaged, to full and evicting targets"),
     "kills": Proof(WRONG_BYTES, "engines, workers and servers killed or stopped"),
     "io-errors/nvme": Proof(ENGINE, "system calls that failed or came short"),
     "io-errors/fs": Proof(ENGINE, "system calls that failed or came short"),
