@@ -8,59 +8,33 @@ opened that others might notice. A copy that ended early can be started again.
 from __future__ import annotations
 
 import argparse
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final
 
-from tiered_kv.base import OffloadKey
-from tiered_kv.cli.arguments import describe_use, file_path, size
-from tiered_kv.cli.output import Status, interrupt_flag, print_json, print_text, progress, quantity
-from tiered_kv.cli.paced import paced
-from tiered_kv.cli.places import (
-    FORMS,
-    CopiedNamespace,
-    Place,
-    namespace_of,
-    no_copies,
-    place_of,
-)
-from tiered_kv.cli.stacks import administer, digest
+from tiered_kv.cli.arguments import describe_use, size
+from tiered_kv.cli.output import Status, interrupt_flag
+from tiered_kv.cli.places import FORMS, Place, namespace_of, no_copies, place_of
+from tiered_kv.cli.stacks import administer
 from tiered_kv.cli.time_limit import TimeLimit
-from tiered_kv.config.entries import tier_type_of
-from tiered_kv.config.namespace import differences
-from tiered_kv.config.units import rounded_bytes
-from tiered_kv.copying.copier import Copier, CopyCounts, Recoding
-from tiered_kv.copying.source import BlocksToCopy, Plan, Selection
-from tiered_kv.copying.target import JOB_BYTES, TierTarget
-from tiered_kv.errors import ConfigError, TierBusyError
+from tiered_kv.cli.transfers import (
+    OPEN_S,
+    PLAN_S,
+    Copied,
+    add_selection,
+    check_namespace,
+    opened_target,
+    planned,
+    report,
+    selection_of,
+    transfer,
+    within_capacity,
+)
+from tiered_kv.copying.copier import Recoding
+from tiered_kv.copying.source import Selection
+from tiered_kv.errors import ConfigError
 from tiered_kv.toolkit.administration import TierAdministration
 from tiered_kv.toolkit.codecs import CodecSet
-
-_PLAN_S: Final = 3600.0  # for the listing of the source
-_KEY_BYTES_MAX: Final = 1024
-_KEYS_FILE_BYTES_MAX: Final = 4 << 30
-_ROOM: Final = 0.9  # the part of a target's capacity that a copy may fill: it has other files, too
-_DIRECTORY_SPARE_BYTES: Final = 1 << 30
-"""Room in a directory without a stack's file beside its blocks: segments that are not full, and small files."""
-_OPEN_S: Final = 120.0
-"""The time for the opening of the target, and for its end."""
-
-
-@dataclass(eq=False)
-class Copied:
-    """A copy's plan, and its result."""
-
-    namespace: CopiedNamespace
-    keys: int = 0  # of `--keys`
-    plan: Plan = field(default_factory=lambda: Plan(0, 0))
-    counts: CopyCounts = field(default_factory=CopyCounts)
-    error: str = ""
-    seconds: float = 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,36 +58,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="show what would be copied")
 
 
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--keys", metavar="FILE", type=file_path, help="only these blocks: a key in hex on each line")
-    which.add_argument("--hottest", metavar="SIZE", type=size, help="only the last used blocks, up to this size")
-    parser.add_argument("--namespace", metavar="DIGEST", type=digest, help="which, if FROM has several")
-
-
 def run(args: argparse.Namespace) -> Status:
     source, target = place_of(args.source), place_of(args.target)
     _refuse_pair(source, target)
     namespace = namespace_of(source, args.namespace)
     check_namespace(target, namespace)
-    selection = Selection(None if args.keys is None else keys_in(args.keys), args.hottest)
+    selection = selection_of(args)
     copied = Copied(namespace, len(selection.keys or ()))
-    began_s = time.monotonic()
     with interrupt_flag() as is_stopped:
-        work = partial(_copy, source, target, selection, copied, args, is_stopped)
-        copied.error = with_source(source, work)
+        time_limit = TimeLimit(PLAN_S)
+        work = partial(_copy, source, target, selection, copied, args, is_stopped, time_limit)
+        _, error = administer(source.settings, work, time_limit)
         stopped = is_stopped()
-    copied.seconds = time.monotonic() - began_s
-    return report(copied, source.text, target.text, args, stopped=stopped)
-
-
-def with_source(source: Place, work: Callable[[TierAdministration, TimeLimit], None]) -> str:
-    """Call `work` with the administration of a source, on another thread; return an error or ""."""
-    time_limit = TimeLimit(_PLAN_S)
-    _, error = administer(source.settings, lambda each: work(each, time_limit), time_limit)
     if error is None:
         raise no_copies(source)
-    return error
+    copied.error = error
+    return report(copied, source.text, target.text, args, stopped=stopped)
 
 
 def _copy(
@@ -123,86 +83,19 @@ def _copy(
     copied: Copied,
     args: argparse.Namespace,
     is_stopped: Callable[[], bool],
-    administration: TierAdministration,
     time_limit: TimeLimit,
+    administration: TierAdministration,
 ) -> None:
     """Plan and copy. The thread of a `TimeLimit`."""
-    namespace = copied.namespace
-    blocks, copied.plan = planned(source, administration, namespace, within_capacity(target, selection))
+    blocks, copied.plan = planned(source, administration, copied.namespace, within_capacity(target, selection))
     if args.dry_run or not copied.plan.blocks:
         copied.counts.is_whole = True
         return
     recoding = Recoding(*map(_codecs_for_recoding, (source, target))) if args.recode else None
-    codecs = target.codecs
-    time_limit.begin(_OPEN_S)
-    with _opened(target, copied) as opened:
-        with progress(f"copying to {target.settings.name}", copied.plan.size_bytes, in_bytes=True) as show:
-            pause_s = JOB_BYTES / args.rate if args.rate else 0.0
-            copier = Copier(
-                blocks,
-                opened,
-                codecs,
-                paced(args.rate, show, math.inf),
-                is_stopped,
-                lambda limit_s: time_limit.begin(limit_s + pause_s),
-                recoding,
-            )
-            copied.counts = copier.counts
-            copier.run(copied.plan)
-        time_limit.begin(_OPEN_S)
-
-
-def planned(
-    source: Place, administration: TierAdministration, namespace: CopiedNamespace, selection: Selection
-) -> tuple[BlocksToCopy, Plan]:
-    """List the source, and return what is to be copied. Raises `ConfigError`: its type gives no blocks."""
-    if selection.keys is None and administration.needs_keys:
-        raise ConfigError(
-            f"{source.text}: tiers of type '{source.settings.type}' keep no keys of their blocks, only digests; "
-            "give the keys by --keys FILE, or copy another tier of the stack"
-        )
-    blocks = BlocksToCopy(administration, namespace.digest, namespace.block_bytes, selection)
-    try:
-        with progress(f"listing {source.settings.name}", None):
-            return blocks, blocks.plan()
-    except NotImplementedError:
-        raise no_copies(source) from None
-
-
-def within_capacity(target: Place, selection: Selection) -> Selection:
-    """Return the selection, with no more blocks than a target with a capacity can keep: the last used ones."""
-    capacity_bytes = target.settings.storage_facts().capacity_bytes
-    if capacity_bytes is None or target.stands_for_directory:
-        return selection
-    room_bytes = int(capacity_bytes * _ROOM)
-    return Selection(selection.keys, min(room_bytes, selection.bytes_max or room_bytes))
-
-
-@contextmanager
-def _opened(target: Place, copied: Copied) -> Iterator[TierTarget]:
-    namespace, settings = copied.namespace, target.settings
-    if not getattr(tier_type_of(settings).load(), "takes_records", False):
-        raise ConfigError(f"{target.text}: tiers of type '{settings.type}' take no blocks from a copy")
-    if target.stands_for_directory:
-        stored = stored_namespaces_bytes(target)
-        capacity_bytes = int((stored + copied.plan.size_bytes) / _ROOM) + _DIRECTORY_SPARE_BYTES
-        settings = settings.model_copy(update={settings.storage_settings.capacity: capacity_bytes})
-    try:
-        opened = TierTarget(settings, bytes.fromhex(namespace.digest), namespace.described, namespace.block_bytes)
-    except TierBusyError as error:
-        message = f"{error.message.partition(';')[0]}; stop it first, or copy to a tier that processes share"
-        raise TierBusyError(message, tier=settings.name, operation="copy") from error
-    try:
-        yield opened
-    finally:
-        opened.close()
-
-
-def stored_namespaces_bytes(place: Place) -> int:
-    """Return how many bytes a directory's files have."""
-    directory = place.settings.storage_facts().directory
-    paths = Path(directory or "").rglob("*")
-    return sum(each.lstat().st_blocks * 512 for each in paths if each.is_file())
+    time_limit.begin(OPEN_S)
+    with opened_target(target, copied) as opened:
+        transfer(blocks, opened, copied, args, time_limit, is_stopped, target.codecs, recoding)
+        time_limit.begin(OPEN_S)
 
 
 def _codecs_for_recoding(place: Place) -> CodecSet:
@@ -216,110 +109,3 @@ def _refuse_pair(source: Place, target: Place) -> None:
     ours, theirs = source.settings.storage_facts().directory, target.settings.storage_facts().directory
     if ours is not None and theirs is not None and Path(ours).resolve() == Path(theirs).resolve():
         raise ConfigError(f"FROM and TO are the same directory, {ours}")
-
-
-def check_namespace(target: Place, namespace: CopiedNamespace) -> None:
-    """Raise ConfigError if a stack cannot use the blocks of a namespace, with each field that differs."""
-    stack = target.stack
-    if stack is None or not stack.is_whole or stack.digest == namespace.digest:
-        return
-    changed = differences(stack.config.identity.described, namespace.described)
-    fields = "".join(f"\n  {name} is {theirs!r} in FROM, {ours!r} in TO" for name, (ours, theirs) in changed.items())
-    raise ConfigError(
-        f"the blocks are of the namespace {namespace.digest}, and {target.text} uses {stack.digest}: "
-        f"it would never find them{':' if fields else ''}{fields}"
-    )
-
-
-def keys_in(path: Path) -> list[OffloadKey]:
-    """Return the keys in a file: one on each line, in hexadecimal; empty lines and lines after `#` do not count.
-
-    Raises:
-        ConfigError: The file cannot be read, or a line is no key.
-    """
-    keys: dict[OffloadKey, None] = {}
-    try:
-        with path.open("r", encoding="ascii") as file:
-            for number, line in enumerate(file, 1):
-                text = line.partition("#")[0].strip()
-                if not text:
-                    continue
-                try:
-                    key = bytes.fromhex(text)
-                except ValueError:
-                    key = b""
-                if not 4 < len(key) <= _KEY_BYTES_MAX:
-                    raise ConfigError(f"{path}, line {number}: expected a key in hexadecimal, found {text[:80]!r}")
-                keys[OffloadKey(key)] = None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not keys:
-        raise ConfigError(f"{path} has no keys")
-    return list(keys)
-
-
-def report(copied: Copied, source: str, target: str, args: argparse.Namespace, *, stopped: bool) -> Status:
-    """Print the verdict, and return the exit status."""
-    counts, plan = copied.counts, copied.plan
-    ok = counts.ok and not copied.error
-    if args.json:
-        print_json(
-            {
-                "from": source,
-                "to": target,
-                "namespace": copied.namespace.digest,
-                "dry_run": bool(getattr(args, "dry_run", False)),
-                "planned": {"blocks": plan.blocks, "size_bytes": plan.size_bytes},
-                "left_out": {"blocks": plan.left_out, "size_bytes": plan.left_out_bytes},
-                "copied": counts.copied,
-                "copied_bytes": counts.copied_bytes,
-                "present": counts.present,
-                "gone": counts.gone,
-                "damaged": dict(counts.damaged),
-                "unreadable": dict(counts.unreadable),
-                "refused": dict(counts.refused),
-                "is_whole": counts.is_whole,
-                "seconds": round(copied.seconds, 3),
-                "interrupted": stopped,
-                "error": copied.error,
-                "ok": ok,
-            }
-        )
-    else:
-        for line in _lines(copied, args, stopped=stopped):
-            print_text(line)
-    if copied.error:
-        return Status.ERROR
-    if stopped and not counts.is_whole:
-        return Status.INTERRUPTED
-    return Status.OK if ok else Status.FOUND
-
-
-def _lines(copied: Copied, args: argparse.Namespace, *, stopped: bool) -> Iterator[str]:
-    counts, plan = copied.counts, copied.plan
-    what = f"{quantity(plan.blocks, 'block')} of {rounded_bytes(plan.size_bytes)}"
-    if getattr(args, "dry_run", False) and not copied.error:
-        yield f"would copy {what}, without those that the target has"
-    elif not copied.error or counts.copied:
-        rate = f", {rounded_bytes(int(counts.copied_bytes / copied.seconds))}/s" if copied.seconds else ""
-        yield f"copied {quantity(counts.copied, 'block')} of {rounded_bytes(counts.copied_bytes)}{rate}"
-    if plan.left_out:
-        yield f"left out {quantity(plan.left_out, 'colder block')} of {rounded_bytes(plan.left_out_bytes)}"
-    if counts.present:
-        yield f"passed over {quantity(counts.present, 'block')} that the target has"
-    if copied.keys and (absent := copied.keys - plan.blocks + counts.gone):
-        yield f"{quantity(absent, 'block')} of --keys are not at the source"
-    elif counts.gone:
-        yield f"{quantity(counts.gone, 'block')} had left the source meanwhile"
-    yield from _reasons("damaged at the source, not copied", counts.damaged)
-    yield from _reasons("unreadable at the source, not copied", counts.unreadable)
-    yield from _reasons("REFUSED by the target", counts.refused)
-    if stopped and not counts.is_whole:
-        yield "interrupted: the same command goes on where it was"
-    if copied.error:
-        yield f"FAILED: {copied.error}"
-
-
-def _reasons(what: str, counted: Mapping[str, int]) -> Sequence[str]:
-    detail = ", ".join(f"{reason} {count}" for reason, count in sorted(counted.items()))
-    return [f"{what}: {sum(counted.values())} ({detail})"] if counted else []

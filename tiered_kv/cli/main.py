@@ -34,6 +34,8 @@ _VERBS = {
     "inspect": "show what each tier stores, by namespace, and check whether its blocks are sound",
     "purge": "remove the bytes of a namespace, or of a tenant, from every tier of a stack",
     "copy": "copy stored blocks to another storage, as they are",
+    "export": "write blocks of a storage into one file",
+    "import": "put the blocks of such a file into a storage",
     "top": "show what a running stack does now, tier by tier",
     "doctor": "say what a running engine gains, what limits that, and which setting to change",
     "why": "say why blocks of a running stack were misses",
@@ -41,8 +43,8 @@ _VERBS = {
     "schema": "print the JSON schema of a stack's file, for editors",
 }
 
-_MODULES = {"schema": "plugins"}
-"""The module of each verb that no module is named after."""
+_MODULES = {"schema": "plugins", "import": "import_file"}
+"""The module of each verb that no module is named after; a module cannot be named `import`."""
 _EPILOG = """examples:
   tiered-kv VERB --help, or tiered-kv help VERB
       all options of a verb, with examples

@@ -24,7 +24,7 @@ from tiered_kv.cli.arguments import size
 from tiered_kv.cli.output import progress
 from tiered_kv.cli.time_limit import TimeLimit
 from tiered_kv.config.entries import tier_type_of
-from tiered_kv.config.namespace import Namespace
+from tiered_kv.config.namespace import Namespace, differences
 from tiered_kv.config.reading import from_source
 from tiered_kv.config.secrets import error_text, scrub
 from tiered_kv.config.settings import TierSettings
@@ -246,6 +246,21 @@ def tier_error_text(error: BaseException, settings: TierSettings) -> str:
 def _refuse_other(option: str, given: str | None, own: str) -> None:
     if given not in (None, own):
         raise ConfigError(f"expected {own}, since the file has 'block', found {given}; leave it out", location=option)
+
+
+def namespace_differences(stack: OperatedStack, described: Mapping[str, object]) -> Mapping[str, tuple[object, object]]:
+    """Return the fields in which a stored namespace differs from a stack's, with both values.
+
+    The file of an engine's stack leaves fields open: only those are compared that it has.
+    """
+    if stack.is_whole:
+        return differences(stack.config.identity.described, described)
+    ours = stack.config.namespace.model_dump(mode="python", exclude_unset=True)
+    if ours.get("model") == OWN_MODEL:
+        del ours["model"]
+    theirs = described.get("namespace")
+    others = dict(theirs) if isinstance(theirs, Mapping) else {}
+    return differences({"namespace": ours}, {"namespace": {name: others.get(name) for name in ours}})
 
 
 def _fitting(

@@ -18,6 +18,7 @@ from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import StoredBlock
 from tiered_kv.toolkit.record import HEADER_BYTES
 
+_SAME_S: Final = 2.0  # uses that are no further apart count as one: a server tells whole seconds, by its own clock
 _LIST_S: Final = 30 * 86_400.0
 """The deadline of a listing, which lasts as long as the copy. Each batch has a shorter one."""
 
@@ -54,7 +55,7 @@ class Plan:
     left_out_bytes: int = 0
     since_s: float | None = None
     """The last use of the coldest blocks to move, in seconds of Unix time; None if all are moved."""
-    since_bytes: int = 0  # how many bytes of those with this very time
+    since_bytes: int = 0  # how many bytes of those with about this time
 
 
 @dataclass(eq=False)
@@ -84,7 +85,7 @@ class BlocksToCopy:
         count = int(np.searchsorted(ends, bytes_max, side="right"))
         moved_bytes = int(ends[count - 1]) if count else 0
         since_s = float(ages[order[max(0, count - 1)]])
-        warmer_bytes = int(by_age[ages > since_s].sum())
+        warmer_bytes = int(by_age[ages > since_s + _SAME_S].sum())
         return Plan(
             count, moved_bytes, len(sizes) - count, total_bytes - moved_bytes, since_s, bytes_max - warmer_bytes
         )
@@ -99,9 +100,10 @@ class BlocksToCopy:
             chosen = []
             for each in batch:
                 used_s = -1.0 if each.used_s is None else each.used_s
-                if used_s == plan.since_s:
+                if used_s > plan.since_s + _SAME_S:
+                    chosen.append(each)
+                elif used_s >= plan.since_s - _SAME_S and self.size_bytes(each) <= left_bytes:
                     left_bytes -= self.size_bytes(each)
-                if used_s > plan.since_s or (used_s == plan.since_s and left_bytes >= 0):
                     chosen.append(each)
             yield chosen
 

@@ -29,7 +29,7 @@ from tiered_kv.toolkit.record import record_bytes_max
 
 JOB_BYTES: Final = 8 << 20  # of one job, about
 _JOBS: Final = 4  # jobs for which there are rows: one is read, the others are stored
-_JOB_BLOCKS_MAX: Final = 256
+JOB_BLOCKS_MAX: Final = 256
 _FAILED_JOBS_MAX: Final = 3
 """After so many jobs in a row of which the target took no block, the copy ends: it would try each block in vain."""
 _GRACE_S: Final = 5.0  # how much later than a job's deadline the tier may report it
@@ -92,7 +92,7 @@ class TierTarget:
         self._name = settings.name
         self._row_bytes = record_bytes_max(block_bytes)
         self._step = -(-self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.job_blocks = max(1, min(_JOB_BLOCKS_MAX, JOB_BYTES // self._row_bytes))
+        self.job_blocks = max(1, min(JOB_BLOCKS_MAX, JOB_BYTES // self._row_bytes))
         self._memory = memoryview(mmap.mmap(-1, _JOBS * self.job_blocks * self._step))
         self._free = list(range(_JOBS * self.job_blocks))
         self._taken: set[int] = set()  # the rows of the last call of `rows`
