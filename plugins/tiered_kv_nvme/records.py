@@ -103,7 +103,6 @@ class StoredRecords:
                 check_file(fd, f"{found.path}/{name}", any_owner=not found.claimed.private)
                 for run in _runs(wanted):
                     statuses += self._read_run(fd, run)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # spare the page cache
                 if RecordStatus.BAD_CHECKSUM in statuses:
                     header = SegmentHeader.decode(memoryview(os.pread(fd, PAGE_BYTES, 0).ljust(PAGE_BYTES, b"\0")))
                     generation = None if header is None else header.generation
@@ -126,6 +125,7 @@ class StoredRecords:
             at = offset + stored_bytes
         try:
             end = start + read_all(fd, buffers, start)
+            os.posix_fadvise(fd, start, at - start, os.POSIX_FADV_DONTNEED)  # spare the page cache
         except OSError as error:
             if len(run) == 1:
                 return [self.inspection.found(error, fd)]

@@ -50,6 +50,10 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["server_head_load_gb_per_s_over_private"],
     ),
+    f"copy_rates.py {DIRECTORY} --blocks 32 --rounds 1": (
+        [f"{pair}_copy_gb_per_s" for pair in ("nvme_to_nvme", "nvme_to_fs", "fs_to_redis")],
+        [],
+    ),
     "s3_rates.py --blocks 32 --rounds 1": (["ours_store_gb_per_s", "boto3_load_cpu_s_per_gb"], []),
     "object_rates.py --blocks 32 --rounds 1": (["gcs_store_gb_per_s", "s3_load_cpu_s_per_gb"], []),
     "redis_rates.py --blocks 64 --rounds 1": (
@@ -58,7 +62,7 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     ),
 }
 """Of each command the figures that are more than 0, and others that it prints."""
-SERVERS = {"s3": "nginx", "object": "nginx", "redis": "redis-server"}
+SERVERS = {"s3": "nginx", "object": "nginx", "redis": "redis-server", "copy": "redis-server"}
 
 
 def needs_server_of(tier: str) -> None:
