@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.reasons import Reason, RecordStatus
@@ -22,12 +22,10 @@ from tiered_kv.toolkit.record import HEADER_BYTES, write_header
 from tiered_kv.toolkit.small_files import opened, read_all
 from tiered_kv_nvme.directory import segment_name
 from tiered_kv_nvme.disk import Disk
+from tiered_kv_nvme.inspection import Inspection
 from tiered_kv_nvme.layout import PAGE_BYTES, EntryTable, SegmentEntry, SegmentHeader, checksum
 from tiered_kv_nvme.reader import GAP_BYTES_MAX, RUN_BLOCKS_MAX, RUN_BYTES_MAX
 from tiered_kv_nvme.recovery import SegmentScan
-
-if TYPE_CHECKING:
-    from tiered_kv_nvme.administration import Inspection
 
 _KNOWN_CODECS: Final = frozenset(CODEC_IDS.values())
 

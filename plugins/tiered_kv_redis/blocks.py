@@ -34,7 +34,6 @@ AnyExchange = TypeVar("AnyExchange", bound=Exchange)
 
 _REPLY_BYTES_FREE = 16 << 10
 """Bytes of replies that do not count for a server's `client-output-buffer-limit`."""
-
 _CRLF = b"\r\n"
 _PIECES = 3  # pieces of memory for one expected reply: its head, the block, the end of the line
 _IOV_PIECES = 1023  # pieces of one call: a multiple of `_PIECES`, below IOV_MAX (1024)
