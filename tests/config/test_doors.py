@@ -16,7 +16,11 @@ FOR_PEOPLE = "examples of the command's help"
 REASONS = {
     "cli/bench.py": FOR_PEOPLE,
     "cli/check.py": FOR_PEOPLE,
+    "cli/copy.py": FOR_PEOPLE,
+    "cli/export.py": FOR_PEOPLE,
+    "cli/import_file.py": FOR_PEOPLE,
     "cli/inspect.py": FOR_PEOPLE,
+    "cli/places.py": FOR_PEOPLE,
     "cli/plugins.py": FOR_PEOPLE,
     "cli/replay.py": FOR_PEOPLE,
     "cli/simulate.py": FOR_PEOPLE,
