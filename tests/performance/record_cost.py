@@ -29,7 +29,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.recording.manager import RecordingManager
-from tiered_kv.tiering.recording.recorder import Recorder
+from tiered_kv.tiering.recording.recorder import Recorder, open_trace
 
 SIDES = ("off", "on")
 STEPS = 4
@@ -69,7 +69,7 @@ def main() -> None:
     taken: dict[tuple[str, str], list[float]] = {(act, side): [] for act in ("store", "load") for side in SIDES}
     thread_s: list[float] = []
     with ExitStack() as closing:
-        recorder = Recorder(RecordSettings(path=str(Path(arguments.directory) / "trace.jsonl")), 16)
+        recorder = Recorder(open_trace(RecordSettings(path=str(Path(arguments.directory) / "trace.jsonl")), 16))
         managers = {"off": closing.enter_context(opened(None)), "on": closing.enter_context(opened(recorder))}
         numbers = itertools.count()
         for _ in range(arguments.rounds):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tiered_kv.cli.arguments import describe_use
@@ -41,6 +42,7 @@ from tiered_kv.stack.open import needs_of, open_publisher, open_region, open_ser
 from tiered_kv.system.collapse import refusal
 from tiered_kv.system.limits import Limits, Need, refuse, shared_memory_need
 from tiered_kv.tiering.base import SecondaryTierManager
+from tiered_kv.tiering.recording.trace_file import check_place
 from tiered_kv.toolkit.codecs import CodecSettings
 from tiered_kv.toolkit.listing_administration import ListingAdministration
 from tiered_kv.workload.bench import BenchSettings, bench_tier
@@ -210,6 +212,9 @@ def _check_listens(config: StackConfig, opened: ExitStack) -> list[ListenCheck]:
     if config.metrics is not None:
         error = _error_of(lambda: keep(open_server(config)), config)
         found.append(ListenCheck("metrics.listen", config.metrics.listen, error))
+    if config.record is not None:
+        path = Path(config.record.path)
+        found.append(ListenCheck("record.path", str(path), _error_of(lambda: check_place(path), config)))
     if config.events is not None:
         addresses = ", ".join(filter(None, (config.events.publish, config.events.replay)))
         error = _error_of(lambda: keep(open_publisher(config)), config)

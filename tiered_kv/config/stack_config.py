@@ -29,6 +29,8 @@ PORT_MAX = 65535
 _ADDRESS = r"^(tcp://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):(\*|[0-9]{1,5})|ipc://\S+)$"
 _ADDRESSES = ["tcp://127.0.0.1:5557", "ipc:///run/kv-events"]
 TOPICS_MAX = 64
+RECORDING_BYTES = 1 << 30
+RECORDING_BYTES_MIN = 1 << 20
 Topic = Annotated[str, Field(max_length=256)]
 _TOPIC_SCHEMA: dict[str, Any] = {"type": "string", "maxLength": 256}
 _TOPICS_SCHEMA: dict[str, Any] = {
@@ -170,7 +172,12 @@ class EventSettings(StrictModel):
             raise ValueError(f"expected from 1 to {TOPICS_MAX} topics")
         return (topic,) if isinstance(topic, str) else topic
 
-    @field_validator("requests")
+    recording: Topic | None = Field(
+        default=None,
+        description="The topic of messages with the blocks of each request, for tiered-kv record; by default none.",
+    )
+
+    @field_validator("requests", "recording")
     @classmethod
     def _no_subscriber_of_blocks_gets_requests(cls, requests: str | None, info: ValidationInfo) -> str | None:
         topics = info.data.get("topic", ())
@@ -203,7 +210,9 @@ class RecordSettings(StrictModel):
 
     path: FilePath = Field(description="The trace; the part before the last rotation has this name with .1 behind it.")
     size_max: Bytes = Field(
-        default=1 << 30, ge=1 << 20, description="Limit of both parts together; beyond it the oldest requests go."
+        default=RECORDING_BYTES,
+        ge=RECORDING_BYTES_MIN,
+        description="Limit of both parts together; beyond it the oldest requests go.",
     )
 
 

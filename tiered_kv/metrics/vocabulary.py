@@ -163,10 +163,10 @@ EVENTS: Final = table(
 """Metrics of the publisher of events, in the primary tier, by `EventPublisher.snapshot`."""
 
 RECORDING: Final = table(
-    Metric("recorded_requests_total", "Requests that the trace has got."),
+    Metric("recorded_requests_total", "Requests that the trace has got, or that were published for recorders."),
     Metric(
         "unrecorded_requests_total",
-        "Requests that the trace lacks: too many came at once, or the file could not be written.",
+        "Requests that it lacks: too many came at once, or the file could not be written.",
     ),
 )
 """Metrics of a recorder, in the primary tier, by `Recorder.measure` in `tiering/recording/recorder.py`."""

@@ -15,16 +15,27 @@ from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.tiering.manager import TieringOffloadingManager
 
 if TYPE_CHECKING:
+    from tiered_kv.stack.exporters.events import EventPublisher
     from tiered_kv.tiering.audit.audit import AuditRules
 
 
-def manager_type(config: StackConfig, undo: ExitStack, *, is_program: bool) -> Callable[..., TieringOffloadingManager]:
+def manager_type(
+    config: StackConfig, events: EventPublisher | None, undo: ExitStack, *, is_program: bool
+) -> Callable[..., TieringOffloadingManager]:
     """Return the class of the manager. `undo` closes a recorder that is opened here; later the manager closes it."""
-    if config.record is not None:
+    topic = None if config.events is None else config.events.recording
+    if config.record is not None or topic is not None:
         from tiered_kv.tiering.recording.manager import RecordingAuditedManager, RecordingManager
-        from tiered_kv.tiering.recording.recorder import Recorder
+        from tiered_kv.tiering.recording.recorder import Recorder, RequestSink, open_trace
 
-        recorder = Recorder(config.record, config.block.tokens)
+        sinks: list[RequestSink] = []
+        if config.record is not None:
+            sinks.append(open_trace(config.record, config.block.tokens))
+        if events is not None and topic is not None:
+            from tiered_kv.stack.exporters.event_requests import PublishedRequests
+
+            sinks.append(PublishedRequests(events, topic, config.block.tokens))
+        recorder = Recorder(*sinks)
         undo.callback(recorder.close)
         if config.audit:
             return partial(RecordingAuditedManager, recorder, is_program, _audit_rules(config))

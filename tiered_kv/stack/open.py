@@ -145,7 +145,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             self.history = _history(config, self.events, has_thread=not has_idle_caller)
             if self.history is not None:
                 undo.callback(self.history.close)
-            manager = manager_type(config, undo, is_program=self._is_program)(
+            manager = manager_type(config, self.events, undo, is_program=self._is_program)(
                 primary,
                 self.secondary_tiers,
                 settings=config.secondary,

@@ -27,9 +27,9 @@ from tiered_kv.hints import HINTS_KEY, SESSION_KEY, Hints
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import EngineStack, open_engine_stack, open_stack
 from tiered_kv.tiering.recording import recorder as recorder_module
-from tiered_kv.tiering.recording.recorder import Recorder
+from tiered_kv.tiering.recording.recorder import Recorder, open_trace
 from tiered_kv.tiering.recording.requests import HOLD_S, KEYS_MAX, AskedRequest, OpenRequests
-from tiered_kv.tiering.recording.trace_file import REQUEST_KEYS_MAX, TraceFile
+from tiered_kv.tiering.recording.trace_file import REQUEST_KEYS_MAX, TraceFile, check_place
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import ChatWorkload, Request, block_key
 from tiered_kv.workload.simulation import simulate, with_tier
@@ -374,7 +374,7 @@ def test_a_full_queue_loses_whole_requests_and_counts_them(path: Path, monkeypat
         return write(self, request)
 
     monkeypatch.setattr(TraceFile, "write", blocked)
-    recorder = Recorder(RecordSettings(path=str(path)), 16)
+    recorder = Recorder(open_trace(RecordSettings(path=str(path)), 16))
 
     def run(first: int, last: int) -> None:
         for number in range(first, last):
@@ -425,3 +425,12 @@ def test_nothing_is_recorded_without_the_setting(tmp_path: Path) -> None:
         assert not any("record" in name for name in stack.counters()["cpu"])
         assert type(manager_of(stack)).__name__ == "TieringOffloadingManager"
         assert not any("record" in thread.name for thread in threading.enumerate())
+
+
+def test_a_check_says_whether_a_trace_can_be_written(tmp_path: Path, path: Path) -> None:
+    check_place(path)
+    with pytest.raises(ConfigError, match="make the folder"):
+        check_place(tmp_path / "absent" / "trace")
+    path.write_text("a letter")
+    with pytest.raises(ConfigError, match="no recorded trace"):
+        check_place(path)

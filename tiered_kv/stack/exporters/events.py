@@ -38,6 +38,8 @@ REQUESTS_WAITING_MAX: Final = 4096
 """Ended requests that wait to be published."""
 MESSAGE_REQUESTS_MAX: Final = 64
 """Ended requests in one message."""
+APART_MAX: Final = 256
+"""Events for recorders that wait to be sent; further ones are refused."""
 STEP_WAITS_MAX: Final = 3
 """How often a message waits while a scheduler's step runs. Steps without an end delay it by 60 ms at most."""
 BEGIN_S: Final = 1.0
@@ -82,6 +84,9 @@ class EventPublisher:
         self._next_number = self._next_request_number = time.time_ns() // 1000
         self._sent_messages = 0
         self._begin_s = time.monotonic() + BEGIN_S
+        self._apart: deque[tuple[bytes, Fields]] = deque()
+        """Events for recorders, which have a topic of their own. The recorder's thread appends."""
+        self._apart_number = self._next_number
         self._is_closing = threading.Event()
         _check_descriptors(DESCRIPTORS)
         self._context = zmq.Context()
@@ -114,6 +119,13 @@ class EventPublisher:
     def clear(self) -> None:
         """Queue the removal of all blocks."""
         self._queue.add((), is_cleared=True)
+
+    def publish_apart(self, topic: bytes, event: Fields) -> bool:
+        """Queue an event for recorders, with its topic; return whether there was room. One thread calls this."""
+        has_room = len(self._apart) < APART_MAX
+        if has_room:
+            self._apart.append((topic, event))
+        return has_room
 
     def snapshot(self) -> dict[str, int]:
         return {
@@ -159,10 +171,12 @@ class EventPublisher:
                     self._begun_number()
                 self._send_some()
                 self._send_requests()
+                self._send_apart()
             while self._queue:
                 self._begun_number()
                 self._send_some()
             self._send_requests()
+            self._send_apart()
         except Exception as error:
             _log.error("events are published no more", exc_info=error)
         finally:
@@ -192,6 +206,13 @@ class EventPublisher:
         number = self._next_request_number.to_bytes(NUMBER_BYTES, "big")
         self._next_request_number += 1
         self._publisher.send_multipart((self._requests_topic, number, self._form.encode(time.time(), events)))
+
+    def _send_apart(self) -> None:
+        for _ in range(len(self._apart)):
+            topic, event = self._apart.popleft()
+            payload = self._form.encode(time.time(), [event])
+            self._publisher.send_multipart((topic, self._apart_number.to_bytes(NUMBER_BYTES, "big"), payload))
+            self._apart_number += 1
 
     def _send_batch(self, batch: StepEvents) -> None:
         if batch.is_cleared:

@@ -76,9 +76,9 @@ class RecordingManager(TieringOffloadingManager):
         super()._forget_primary()
         self._recorder.reset()
 
-    def shutdown(self, timeout_s: float = 5.0) -> None:
-        super().shutdown(timeout_s)
-        self._recorder.close()
+    def _close_tiers(self, timeout_s: float) -> None:
+        super()._close_tiers(timeout_s)
+        self._recorder.close()  # before the publisher of events, to which it gives its last requests
 
 
 class RecordingAuditedManager(RecordingManager, AuditedManager):

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.settings import PRIMARY_NAME
@@ -58,25 +58,39 @@ class _Call(Enum):
     """Calls before this one were lost."""
 
 
+class RequestSink(Protocol):
+    """Takes the requests of a recorder, on its thread: a trace file, or the publisher of events."""
+
+    def write(self, request: AskedRequest) -> bool:
+        """Take a request; return False if it cannot be taken. An `OSError` or `ConfigError` says why."""
+
+    def reset(self) -> None:
+        """Note that the same keys are other blocks from now on."""
+
+    def close(self) -> None: ...
+
+
+def open_trace(settings: RecordSettings, block_tokens: int) -> TraceFile:
+    """Return the file of `record`; raise `ConfigError` if it cannot be written."""
+    opening = partial(TraceFile, Path(settings.path), settings.size_max, block_tokens, time.monotonic())
+    try:
+        return call_within(OPEN_S, opening, "tiered-kv-record-open", undo=TraceFile.close)
+    except (ConfigError, TimeoutError) as error:
+        raise ConfigError(str(error), location="record.path") from error
+
+
 class Recorder:
     """Records the requests of one manager.
 
     Args:
-        settings: Where to record.
-        block_tokens: Tokens of a block.
+        sinks: Take the requests. The recorder closes them.
 
     Raises:
-        ConfigError: The file cannot be written.
         ResourceError: The system gives no thread.
     """
 
-    def __init__(self, settings: RecordSettings, block_tokens: int) -> None:
-        path = Path(settings.path)
-        opening = partial(TraceFile, path, settings.size_max, block_tokens, time.monotonic())
-        try:
-            self._file = call_within(OPEN_S, opening, "tiered-kv-record-open", undo=TraceFile.close)
-        except (ConfigError, TimeoutError) as error:
-            raise ConfigError(str(error), location="record.path") from error
+    def __init__(self, *sinks: RequestSink) -> None:
+        self._sinks = sinks
         # Written by the manager's thread.
         self._queue: deque[tuple[_Call, str, Any]] = deque()  # Any: keys, or a request that begins
         self._added_keys = self._lost_requests = 0
@@ -89,7 +103,7 @@ class Recorder:
         try:
             self._thread = start_thread(self._run, "tiered-kv-record")
         except BaseException:
-            self._file.close()
+            self._close_sinks()
             raise
 
     # The manager's thread.
@@ -160,7 +174,11 @@ class Recorder:
         except Exception:
             _log.exception("requests are recorded no more")
         finally:
-            self._file.close()
+            self._close_sinks()
+
+    def _close_sinks(self) -> None:
+        for sink in self._sinks:
+            sink.close()
 
     def _share(self) -> float:
         waiting = max(len(self._queue) / QUEUE_CALLS_MAX, (self._added_keys - self._taken_keys) / QUEUE_KEYS_MAX)
@@ -189,19 +207,23 @@ class Recorder:
             self._unwritten_requests += self._requests.drop_running()
         else:
             self._write_ready(is_last=True)
-            self._file.salt()
+            for sink in self._sinks:
+                sink.reset()
 
     def _write_ready(self, *, is_last: bool = False) -> None:
         while (request := self._requests.take(time.monotonic(), is_last=is_last)) is not None:
             if not request.size:  # it asked for nothing
                 continue
-            try:
-                is_written = self._file.write(request)
-            except (OSError, ConfigError) as error:
-                is_written = False
-                if self._log_limit.take() is not None:
-                    _log.warning("a request cannot be recorded: %s; %s", error, self._log_limit.about)
-            if is_written:
+            taken = [self._has_written(sink, request) for sink in self._sinks]
+            if all(taken):
                 self._written_requests += 1
             else:
                 self._unwritten_requests += 1
+
+    def _has_written(self, sink: RequestSink, request: AskedRequest) -> bool:
+        try:
+            return sink.write(request)
+        except (OSError, ConfigError) as error:
+            if self._log_limit.take() is not None:
+                _log.warning("a request cannot be recorded: %s; %s", error, self._log_limit.about)
+            return False

@@ -54,9 +54,9 @@ class TraceFile:
     def __init__(self, path: Path, size_max: int, block_tokens: int, start_s: float) -> None:
         self._path = path
         self._file_max = size_max // 2
-        self._block_tokens = block_tokens
+        self.block_tokens = block_tokens
         self._start_s = start_s
-        self.salt()
+        self.reset()
         self._fd, self._size = self._opened(), 0
         try:
             if os.fstat(self._fd).st_size:
@@ -67,7 +67,7 @@ class TraceFile:
                 raise ConfigError(f"cannot be replaced: {error.strerror}") from error
             raise
 
-    def salt(self) -> None:
+    def reset(self) -> None:
         """Take another salt: from now on no id is one of before."""
         self._hash = blake2b(key=secrets.token_bytes(_SALT_BYTES), digest_size=_ID_BYTES)
 
@@ -115,7 +115,7 @@ class TraceFile:
         if given := request.hints.given():
             more["hints"] = {name: value for name, value in given.items() if value is not None and value != []}
         at_ms = max(0, round(1000 * (request.began_s - self._start_s)))
-        tokens = positions(keys) * self._block_tokens
+        tokens = positions(keys) * self.block_tokens
         end = f",{json.dumps(more)[1:-1]}" if more else ""
         head = f'"input_length":{tokens},"output_length":0'
         return b'%s%d,%s,"hash_ids":[%s]%s}\n' % (_BEGIN, at_ms, head.encode(), ",".join(ids).encode(), end.encode())
@@ -157,6 +157,15 @@ class TraceFile:
         fd, self._fd = self._fd, self._opened()
         self._size = 0
         os.close(fd)
+
+
+def check_place(path: Path) -> None:
+    """Raise `ConfigError` if no trace can be written here; nothing is changed."""
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write into {path.parent}: make the folder, or let this user write into it")
+    for each in (path, path.with_name(path.name + OLDER)):
+        if each.exists() and not (each.is_file() and _is_trace(each)):
+            raise ConfigError(f"{each} is there and is no recorded trace: give another path")
 
 
 def _is_trace(path: Path) -> bool:
