@@ -26,6 +26,7 @@ from tiered_kv.system.threads import BackgroundTask
 from tiered_kv.toolkit.claimed import Identity
 from tiered_kv.toolkit.codecs import PLAIN, CodecSet
 from tiered_kv.toolkit.jobs import Outcome
+from tiered_kv.toolkit.record import WholeRecords
 from tiered_kv_nvme.direct import DirectIO, probe_direct
 from tiered_kv_nvme.directory import LOCK_NAME, SegmentDirectory
 from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
@@ -129,7 +130,7 @@ class SegmentStore:
         probe = DiskProbe(disk, self._files, self.pool)
         self._reader = BlockReader(disk, self.pool, self.counters, identity.block_bytes, codecs, memory, probe)
         self.load = self._reader.load
-        gather = codecs.writes_raw and identity.block_bytes % PAGE_BYTES == 0
+        gather = (codecs.writes_raw or isinstance(codecs, WholeRecords)) and identity.block_bytes % PAGE_BYTES == 0
         self._writer = BatchWriter(
             disk, self.pool, self.counters, codecs, gather, memory, probe, options.room_timeout_s
         )

@@ -25,7 +25,7 @@ from tiered_kv.toolkit.codecs import RAW_ID, CodecSet, Draft, ThreadBuffer, bind
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome, failure_reason
 from tiered_kv.toolkit.small_files import write_all
 from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
-from tiered_kv_nvme.layout import KEY_BYTES_MAX, BatchHeader, checksum, encode_entries
+from tiered_kv_nvme.layout import KEY_BYTES_MAX, PAGE_BYTES, BatchHeader, checksum, encode_entries
 from tiered_kv_nvme.pool import Reservation, SegmentPool, WriteStream
 from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.segment import Demand
@@ -46,6 +46,11 @@ class Payloads(NamedTuple):
     codec_ids: Sequence[int]
     checksums: Sequence[bytes]  # of what is stored; empty before encryption
     drafts: Sequence[Draft]  # of blocks to encrypt; otherwise empty
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether each payload is as long as whole pages, so that it can be written from where it is."""
+        return not any(size % PAGE_BYTES for size in self.sizes)
 
     def part(self, start: int, end: int) -> Payloads:
         contents, sizes, codec_ids, checksums, drafts = self
@@ -176,7 +181,7 @@ class BatchWriter:
         segment, header = reservation.segment, reservation.header
         try:
             gather = self.gather and old_places is None
-            gather = gather and self.memory.suits(payloads.contents)
+            gather = gather and payloads.in_pages and self.memory.suits(payloads.contents)
             entries, buffers = self._lay_out(header, keys, payloads, gather=gather)
             try:
                 write_all(segment.fd, buffers, header.offset, pwritev=self.disk.pwritev)

@@ -1,12 +1,13 @@
 """Rates of copies beside those of the two tiers themselves: one JSON object.
 
-    python tests/performance/copy_rates.py DIRECTORY --block-bytes 1048576 --blocks 1024 --rounds 5
+    python tests/performance/copy_rates.py SOURCES TARGETS --block-bytes 1048576 --blocks 1024 --rounds 5
 
-DIRECTORY is on the disk to measure; the directories of the tiers below it are made and deleted. A redis-server is
-started on loopback. In each round, the target is emptied, and stores all blocks from memory; the source loads all
-blocks into memory; the target is emptied again, and a copy fills it from the source. The tiers are driven as the
-tiering manager drives them, all jobs at once, and a loaded block is compared. A ratio is the copy's rate over that of
-the slower of the two, in one round. GB = 1e9 bytes.
+SOURCES and TARGETS are directories, on two disks: on one, reads and writes take each other's time. The directories of
+the tiers below them are made and deleted. A redis-server is started on loopback. In each round, the target is emptied,
+and stores all blocks from memory; the source loads all blocks into memory; the target is emptied again, and a copy
+fills it from the source. The tiers are driven as the tiering manager drives them, all jobs at once, and a loaded block
+is compared. A ratio of rates is the copy's over that of the slower of the two, in one round; one of CPU times compares
+the copy with the store and the load together. GB = 1e9 bytes; CPU time is that of this process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-from tests.performance.bench import BlockRows, Sample, block_key, command_line, summary, timed
+from tests.performance.bench import BlockRows, Sample, Taken, block_key, command_line, summary, timed
 from tests.support.redis_servers import RedisServer
 from tiered_kv.config.entries import tier_settings, tier_type_of
 from tiered_kv.copying.copier import Copier
@@ -38,22 +39,23 @@ WARM_ROUNDS = 1
 class Ends:
     """The storages, each for a source and for a target."""
 
-    def __init__(self, folder: Path, server: RedisServer, block_bytes: int, blocks: int) -> None:
-        self._folder, self._server = folder, server
+    def __init__(self, folders: Mapping[str, Path], server: RedisServer, block_bytes: int, blocks: int) -> None:
+        self._folders, self._server = folders, server
         self._block_bytes, self._blocks = block_bytes, blocks
         self._rows = BlockRows(block_bytes, blocks)
         self._spec = TierSpec("copies", block_bytes, DIGEST, {"model": "copies"})
 
     def close(self) -> None:
         self._rows.region.close()
-        for path in self._folder.glob("copy-rates-*"):
-            shutil.rmtree(path)
+        for folder in self._folders.values():
+            for path in folder.glob("copy-rates-*"):
+                shutil.rmtree(path)
 
     def entry(self, kind: str, end: str) -> Mapping[str, object]:
         if kind == "redis":
             return {"type": kind, "url": self._server.url}
         capacity = 4 * self._blocks * self._block_bytes + (1 << 30)
-        return {"type": kind, "path": str(self._folder / f"copy-rates-{kind}-{end}"), "capacity": capacity}
+        return {"type": kind, "path": str(self._folders[end] / f"copy-rates-{kind}-{end}"), "capacity": capacity}
 
     def empty(self, kind: str, end: str) -> None:
         if kind == "redis":
@@ -61,17 +63,17 @@ class Ends:
         else:
             shutil.rmtree(str(self.entry(kind, end)["path"]), ignore_errors=True)
 
-    def move(self, kind: str, end: str, *, is_store: bool) -> float:
-        """Store all blocks from memory, or load them; return the seconds."""
+    def move(self, kind: str, end: str, *, is_store: bool) -> Taken:
+        """Store all blocks from memory, or load them."""
         tier = SecondaryTierFactory.create(self._spec, self._rows.region.kv_view, self.entry(kind, end))
         try:
             move = self._rows.store if is_store else self._rows.load
-            return move(tier, 0, self._blocks, BATCH).wall_s
+            return move(tier, 0, self._blocks, BATCH)
         finally:
             tier.shutdown()
 
-    def copy(self, source: str, target: str) -> float:
-        """Copy all blocks; return the seconds, without the opening and the end of the target."""
+    def copy(self, source: str, target: str) -> Taken:
+        """Copy all blocks; the opening and the end of the target do not count."""
         settings = tier_settings(self.entry(source, "source"))
         load = tier_type_of(settings).administration
         assert load is not None
@@ -88,7 +90,7 @@ class Ends:
             finally:
                 opened.close()
         assert copier.counts.copied == self._blocks, copier.counts
-        return taken.wall_s
+        return taken
 
 
 def measure(ends: Ends, rounds: int, gigabytes: float) -> dict[str, object]:
@@ -98,30 +100,33 @@ def measure(ends: Ends, rounds: int, gigabytes: float) -> dict[str, object]:
     for number in range(rounds + WARM_ROUNDS):
         for source, target in PAIRS:
             ends.empty(target, "target")
-            stored_s = ends.move(target, "target", is_store=True)
-            loaded_s = ends.move(source, "source", is_store=False)
+            stored = ends.move(target, "target", is_store=True)
+            loaded = ends.move(source, "source", is_store=False)
             ends.empty(target, "target")
-            copied_s = ends.copy(source, target)
+            copied = ends.copy(source, target)
             if number >= WARM_ROUNDS:
-                name = f"{source}_to_{target}"
-                samples[name].append({"copy_gb_per_s": gigabytes / copied_s})
-                samples[f"{name}_slower_side"].append({"copy_gb_per_s": gigabytes / max(stored_s, loaded_s)})
-                samples[f"{name}_store"].append({"gb_per_s": gigabytes / stored_s})
-                samples[f"{name}_load"].append({"gb_per_s": gigabytes / loaded_s})
-    pairs = [(f"{source}_to_{target}", f"{source}_to_{target}_slower_side") for source, target in PAIRS]
+                name, slower_s = f"{source}_to_{target}", max(stored.wall_s, loaded.wall_s)
+                samples[name].append(rates(gigabytes, copied.wall_s, copied.cpu_s))
+                samples[f"{name}_by_hand"].append(rates(gigabytes, slower_s, stored.cpu_s + loaded.cpu_s))
+    pairs = [(f"{source}_to_{target}", f"{source}_to_{target}_by_hand") for source, target in PAIRS]
     return summary(samples, pairs)
 
 
+def rates(gigabytes: float, wall_s: float, cpu_s: float) -> Sample:
+    return {"gb_per_s": gigabytes / wall_s, "cpu_s_per_gb": cpu_s / gigabytes}
+
+
 def main() -> None:
-    parser = command_line(__doc__, "directory", block_bytes=1 << 20, blocks=1024, rounds=5)
+    parser = command_line(__doc__, "sources", "targets", block_bytes=1 << 20, blocks=1024, rounds=5)
     arguments = parser.parse_args()
+    folders = {"source": arguments.sources, "target": arguments.targets}
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
         RedisServer(Path(folder)) as server,
-        closing(Ends(arguments.directory, server, arguments.block_bytes, arguments.blocks)) as ends,
+        closing(Ends(folders, server, arguments.block_bytes, arguments.blocks)) as ends,
     ):
-        rates = measure(ends, arguments.rounds, arguments.blocks * arguments.block_bytes / 1e9)
-    print(json.dumps(rates))
+        measured = measure(ends, arguments.rounds, arguments.blocks * arguments.block_bytes / 1e9)
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

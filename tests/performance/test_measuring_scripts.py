@@ -50,8 +50,8 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["server_head_load_gb_per_s_over_private"],
     ),
-    f"copy_rates.py {DIRECTORY} --blocks 32 --rounds 1": (
-        [f"{pair}_copy_gb_per_s" for pair in ("nvme_to_nvme", "nvme_to_fs", "fs_to_redis")],
+    f"copy_rates.py {DIRECTORY} {DIRECTORY} --blocks 32 --rounds 1": (
+        [f"{pair}_gb_per_s" for pair in ("nvme_to_nvme", "nvme_to_fs", "fs_to_redis")],
         [],
     ),
     "s3_rates.py --blocks 32 --rounds 1": (["ours_store_gb_per_s", "boto3_load_cpu_s_per_gb"], []),

@@ -25,10 +25,10 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import TierUnavailableError
 from tiered_kv.tiering.base import JobMetadata, TierSpec
 from tiered_kv.tiering.factory import SecondaryTierFactory
-from tiered_kv.toolkit.record import record_bytes_max
+from tiered_kv.toolkit.record import HEADER_BYTES, record_bytes_max
 
-JOB_BYTES: Final = 8 << 20  # of one job, about
-_JOBS: Final = 4  # jobs for which there are rows: one is read, the others are stored
+JOB_BYTES: Final = 16 << 20  # of one job, about
+_JOBS: Final = 5  # jobs for which there are rows: one is read, the others are stored
 JOB_BLOCKS_MAX: Final = 256
 _FAILED_JOBS_MAX: Final = 3
 """After so many jobs in a row of which the target took no block, the copy ends: it would try each block in vain."""
@@ -91,7 +91,8 @@ class TierTarget:
         self.refused: Counter[str] = Counter()
         self._name = settings.name
         self._row_bytes = record_bytes_max(block_bytes)
-        self._step = -(-self._row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        payload_bytes = self._row_bytes - HEADER_BYTES  # begins on a page, so that it needs no copy to be written
+        self._step = mmap.PAGESIZE + -(-payload_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.job_blocks = max(1, min(JOB_BLOCKS_MAX, JOB_BYTES // self._row_bytes))
         self._memory = memoryview(mmap.mmap(-1, _JOBS * self.job_blocks * self._step))
         self._free = list(range(_JOBS * self.job_blocks))
@@ -135,13 +136,13 @@ class TierTarget:
         self._taken = set(self._free[-count:])
         taken = self._free[-count:]
         del self._free[-count:]
-        return [Row(row, self._memory[row * self._step :][: self._row_bytes]) for row in taken]
+        return [Row(row, self._memory[self._offset(row) :][: self._row_bytes]) for row in taken]
 
     def store(self, records: Sequence[Record]) -> None:
         self._free += self._taken.difference(each.row.number for each in records)
         self._taken = set()
         if records:
-            offsets = np.array([each.row.number * self._step for each in records], dtype=np.int64)
+            offsets = np.array([self._offset(each.row.number) for each in records], dtype=np.int64)
             deadline = time.monotonic() + self._job_timeout_s
             keys = [each.key for each in records]
             job = JobMetadata(next(self._numbers), keys, offsets, False, _REQUEST, deadline)
@@ -158,6 +159,10 @@ class TierTarget:
     def close(self) -> None:
         """End the tier, as a stack does. Its storage has what was stored."""
         self._tier.shutdown()
+
+    def _offset(self, row: int) -> int:
+        """Return where in the memory a row begins: its header ends on a page."""
+        return row * self._step + mmap.PAGESIZE - HEADER_BYTES
 
     def _wait(self) -> None:
         """Wait a moment for results. Raises `TierUnavailableError` if a job is long overdue."""
