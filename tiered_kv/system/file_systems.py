@@ -164,8 +164,11 @@ def _is_set(path: str) -> bool:
 
 
 def mount_of(fd: int) -> Mount | None:
-    """Return the mount that an open file or directory is on; None where /proc does not say."""
-    with suppress(OSError, ValueError, IndexError):
+    """Return the mount that an open file or directory is on; None where /proc does not say.
+
+    It lists no mount that begins above the root directory of this process (chroot), and none of the kernel's own.
+    """
+    with suppress(OSError, ValueError, IndexError, StopIteration):
         with open(f"/proc/self/fdinfo/{fd}") as file:
             number = next(line.split()[1] for line in file if line.startswith("mnt_id:"))
         with open("/proc/self/mountinfo", errors="surrogateescape") as file:

@@ -120,6 +120,18 @@ def _fdinfo(fd: int) -> list[str]:
     return Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
 
 
+def test_a_mount_that_the_system_does_not_list_is_unknown_and_the_directory_is_used(
+    bench: StoreBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As below the root directory of a process, where that is no mount itself; or the one of a file in memory."""
+    fd = os.memfd_create("unlisted")
+    assert mount_of(fd) is None
+    monkeypatch.setattr("tiered_kv_nvme.directory.mount_of", lambda _: mount_of(fd))
+    assert bench.open_ready().describe()
+    bench.close()
+    os.close(fd)
+
+
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
     """A directory on a mounted tmpfs."""
