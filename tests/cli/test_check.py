@@ -12,6 +12,7 @@ from tests.support.faulty import FourMethodTier
 from tests.support.redis_servers import RedisServer
 from tests.support.stacks import ReplaceModule, stack_file
 from tests.support.status_server import StatusServer, response
+from tests.support.zstd import MODULES
 from tiered_kv.cli import check as command
 from tiered_kv.errors import MissingExtraError
 from tiered_kv.tiering.base import JobMetadata, JobResult
@@ -96,7 +97,8 @@ def test_offline_opens_nothing_and_finds_what_the_file_and_the_libraries_say(
     found = check.json(file, "--offline")
     assert (found["ok"], found["offline"], found["limits"]) == (True, True, [])
     assert not (tmp_path / "kv").exists()
-    replace_module("zstandard", None)
+    for each in MODULES:
+        replace_module(each, None)
     failed = check.json(file, "--offline", status=1)["tiers"][1]
     assert "zstd" in failed["error"]
     file = stack_file(tmp_path, capacity="1MiB, policy: 'no.module:Policy'")

@@ -19,6 +19,7 @@ import pytest
 from tests.support.disk_use import occupied_bytes
 from tests.support.places import SPEC, Place, PlaceOf
 from tests.support.stacks import ReplaceModule
+from tests.support.zstd import MODULES
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.testing.control import wait_until
@@ -46,12 +47,12 @@ class Cause:
 
     Args:
         writer, stranger: Codec and keys of each.
-        lacks_zstandard: Whether the stranger's installation lacks the library.
+        lacks_zstd: Whether the stranger's installation lacks the library of `zstd`.
     """
 
     writer: Mapping[str, object]
     stranger: Mapping[str, object]
-    lacks_zstandard: bool = False
+    lacks_zstd: bool = False
 
     def open_pair(self, place: Place) -> tuple[TierRig, TierRig]:
         """Return the writer and the stranger."""
@@ -59,8 +60,9 @@ class Cause:
 
     def begin(self, replace_module: ReplaceModule) -> None:
         """Take from the stranger what it lacks; the writer has stored, and so has loaded its library."""
-        if self.lacks_zstandard:
-            replace_module("zstandard")
+        if self.lacks_zstd:
+            for each in MODULES:
+                replace_module(each)
 
 
 UNKNOWN_KEY = Cause(
@@ -70,7 +72,7 @@ UNKNOWN_KEY = Cause(
 UNKNOWN_CODEC = Cause(
     {"codec": "zstd+aes-256-gcm", "encryption": {"keys": {1: KEY_1}}},
     {"codec": "aes-256-gcm", "encryption": {"keys": {1: KEY_1}}},
-    lacks_zstandard=True,
+    lacks_zstd=True,
 )
 
 

@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import zstandard
 
+from tests.support.zstd import LIBRARIES, frame_writer, read_frame
 from tiered_kv.reasons import RecordStatus
+from tiered_kv.toolkit import zstd
 from tiered_kv.toolkit.codecs import PLAIN, ZSTD_ID, CodecSet
 from tiered_kv.toolkit.zstd import Zstd
+from tiered_kv.toolkit.zstd_library import ZstdLibrary
 
 OK, BAD_PAYLOAD = RecordStatus.OK, RecordStatus.BAD_PAYLOAD
 SIZES = (0, 1, 2, 3, 4, 5, 63, 64, 4097, 1 << 16, (1 << 18) + 1, (1 << 21) + 2)
@@ -45,8 +47,15 @@ def payload_by(compress: Callable[[bytes], bytes], block: bytes) -> bytes:
     return len(evens).to_bytes(4, "little") + evens + odds
 
 
-def level_1(plane: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=1).compress(plane)
+level_1 = frame_writer(1)
+
+
+@pytest.fixture(params=LIBRARIES, ids=lambda each: type(each).__name__)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ZstdLibrary:
+    """Each library that is here, which the codec uses."""
+    library: ZstdLibrary = request.param
+    monkeypatch.setattr(zstd, "zstd_library", lambda: library)
+    return library
 
 
 def decoded(payload: bytes, size_bytes: int) -> bytes | RecordStatus:
@@ -73,24 +82,24 @@ def test_distant_repetitions_of_types_with_many_values_are_encoded(block_of: Cal
 
 
 @pytest.mark.parametrize("size_bytes", SIZES)
-def test_frames_of_other_writers_are_read(size_bytes: int) -> None:
+def test_frames_of_other_writers_are_read(size_bytes: int, library: ZstdLibrary) -> None:
     block = bfloat16_block(size_bytes)
-    for options in ({"level": 1}, {"level": 19}, {"level": -3}, {"level": 1, "write_checksum": True}):
-        payload = payload_by(zstandard.ZstdCompressor(**options).compress, block)  # type: ignore[arg-type]  # by name
+    for writer in (level_1, frame_writer(19), frame_writer(-3), frame_writer(1, has_checksum=True)):
+        payload = payload_by(writer, block)
         codec, out = Zstd(), bytearray(size_bytes)
         assert codec.decompress(memoryview(payload), memoryview(out)) is OK
         assert out == block
 
 
 @pytest.mark.parametrize("size_bytes", SIZES)
-def test_other_readers_read_its_frames(size_bytes: int) -> None:
-    codec, reader = Zstd(), zstandard.ZstdDecompressor()
+def test_other_readers_read_its_frames(size_bytes: int, library: ZstdLibrary) -> None:
+    codec = Zstd()
     for seed in range(3):  # after the first one, noise is not compressed
         block = bfloat16_block(size_bytes, seed)
         payload = codec.compress(memoryview(block))
         first = 4 + int.from_bytes(payload[:4], "little")
-        assert reader.decompress(payload[4:first]) == block[0::2]
-        assert reader.decompress(payload[first:]) == block[1::2]
+        assert read_frame(payload[4:first]) == block[0::2]
+        assert read_frame(payload[first:]) == block[1::2]
         out = bytearray(size_bytes)
         assert codec.decompress(memoryview(payload), memoryview(out)) is OK
         assert out == block
@@ -127,25 +136,36 @@ def test_a_block_may_begin_at_any_address() -> None:
         assert target[start : start + 4096] == block
 
 
-def test_a_thread_makes_its_contexts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_makes_its_contexts_once(monkeypatch: pytest.MonkeyPatch, library: ZstdLibrary) -> None:
     made: list[str] = []
 
     def count(name: str) -> None:
-        make = getattr(zstandard, name)
+        make = getattr(library, name)
 
-        def counted(*args: object, **options: object) -> object:
+        def counted(*args: object) -> object:
             made.append(name)
-            return make(*args, **options)
+            return make(*args)
 
-        monkeypatch.setattr(zstandard, name, counted)
+        monkeypatch.setattr(library, name, counted)
 
-    count("ZstdCompressor")
-    count("ZstdDecompressor")
+    count("compressor")
+    count("decompressor")
     codec, block, target = Zstd(), bfloat16_block(4096), bytearray(4096)
     for _ in range(20):
         assert codec.decompress(memoryview(codec.compress(memoryview(block))), memoryview(target)) is OK
-    assert made.count("ZstdCompressor") <= 3
-    assert made.count("ZstdDecompressor") == 1
+    assert made.count("compressor") <= 3
+    assert made.count("decompressor") == 1
+
+
+@pytest.mark.skipif(len(LIBRARIES) < 2, reason="there is one library of Zstandard here")
+@pytest.mark.parametrize("block_of", [bfloat16_block, float16_block, int8_block])
+def test_all_libraries_make_the_same_bytes(block_of: Callable[[int], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    for size_bytes in SIZES:
+        payloads = set()
+        for library in LIBRARIES:
+            monkeypatch.setattr(zstd, "zstd_library", lambda library=library: library)
+            payloads.add(Zstd().compress(memoryview(block_of(size_bytes))))
+        assert len(payloads) == 1
 
 
 def test_threads_share_a_codec() -> None:
@@ -165,7 +185,7 @@ def test_threads_share_a_codec() -> None:
         assert all(pool.map(round_trips, range(8)))
 
 
-def test_a_thread_reads_on_after_a_damaged_frame() -> None:
+def test_a_thread_reads_on_after_a_damaged_frame(library: ZstdLibrary) -> None:
     block = bfloat16_block(1 << 16)
     payload = Zstd().compress(memoryview(block))
     for position in range(0, len(payload), 997):
@@ -184,14 +204,14 @@ def test_blocks_of_several_sizes_are_read_in_turn() -> None:
             assert decoded(payload, len(block)) == block or len(payload) >= len(block)
 
 
-def test_a_frame_that_claims_to_be_huge_is_refused_before_anything_is_allocated() -> None:
+def test_a_frame_that_claims_to_be_huge_is_refused_before_anything_is_allocated(library: ZstdLibrary) -> None:
     # RFC 8878: magic, a descriptor with an 8-byte content size and a single segment, 2**62 bytes claimed.
     frame = bytes.fromhex("28b52ffd") + bytes([0b11100000]) + (1 << 62).to_bytes(8, "little") + bytes(16)
     payload = len(frame).to_bytes(4, "little") + frame + frame
     assert PLAIN.decode(ZSTD_ID, memoryview(payload), memoryview(bytearray(64)), b"") is BAD_PAYLOAD
 
 
-def test_a_frame_of_another_size_or_with_a_tail_is_refused() -> None:
+def test_a_frame_of_another_size_or_with_a_tail_is_refused(library: ZstdLibrary) -> None:
     payload = Zstd().compress(memoryview(bytes(64)))
     for size in (0, 63, 65):
         assert Zstd().decompress(memoryview(payload), memoryview(bytearray(size))) is BAD_PAYLOAD

@@ -7,19 +7,13 @@ chooses how to make a frame. `docs/reference/formats.md` describes the payload.
 from __future__ import annotations
 
 import threading
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from tiered_kv.errors import MissingExtraError
 from tiered_kv.reasons import RecordStatus
+from tiered_kv.toolkit.zstd_library import Compress, Decompress, ZstdLibrary, zstd_library
 
-if TYPE_CHECKING:
-    from zstandard import ZstdDecompressor
-
-_LEVEL: Final = 1
-"""Higher levels gain nothing on KV blocks, whose mantissas are noise, and take up to three times as long."""
 _FEW_VALUES_HASH_LOG: Final = 7
 """For bytes with few values. Their short sequences repeat by chance. To encode repetitions takes more bytes than to
 encode each value by its frequency, and three times as long. With a table of 128 places, zstd finds few repetitions."""
@@ -47,28 +41,26 @@ Plane = np.ndarray[Any, np.dtype[np.uint8]]
 class _Contexts(threading.local):
     """The library's contexts of each calling thread. To make them takes longer than to compress a small block."""
 
-    def __init__(self, zstandard: ModuleType) -> None:
-        parameters = zstandard.ZstdCompressionParameters.from_level
-        few, short = (parameters(_LEVEL, hash_log=each) for each in (_FEW_VALUES_HASH_LOG, _SHORT_HASH_LOG))
-        self.for_few_values = zstandard.ZstdCompressor(compression_params=few)
-        self.for_few_values_of_short_planes = zstandard.ZstdCompressor(compression_params=short)
-        self.for_many_values = zstandard.ZstdCompressor(level=_LEVEL)
+    def __init__(self, library: ZstdLibrary) -> None:
+        self.for_few_values = library.compressor(_FEW_VALUES_HASH_LOG)
+        self.for_few_values_of_short_planes = library.compressor(_SHORT_HASH_LOG)
+        self.for_many_values = library.compressor()
         self.noise_left = 0
         """How many of the next planes that look like noise are not compressed."""
-        self._zstandard = zstandard
+        self._library = library
         self._window_bytes = 0
 
-    def compressor(self, plane: Plane, has_few_values: bool) -> Any:  # Any: the library's
+    def compressor(self, plane: Plane, has_few_values: bool) -> Compress:
         if not has_few_values:
             return self.for_many_values
         return self.for_few_values if len(plane) > _SHORT_BYTES else self.for_few_values_of_short_planes
 
-    def decompressor(self, plane_bytes: int) -> ZstdDecompressor:
+    def decompressor(self, plane_bytes: int) -> Decompress:
         """Return a decompressor whose window is at most a plane, or 1 MiB if that is more. A tier has one size of
         blocks."""
         window_bytes = max(_WINDOW_BYTES_MIN, plane_bytes)
         if window_bytes != self._window_bytes:
-            self._decompressor: ZstdDecompressor = self._zstandard.ZstdDecompressor(max_window_size=window_bytes)
+            self._decompressor = self._library.decompressor(window_bytes)
             self._window_bytes = window_bytes
         return self._decompressor
 
@@ -78,30 +70,25 @@ class Zstd:
 
     In 16-bit floats one byte holds the exponent, which compresses, and the other byte mantissa, which does not.
     Separate Huffman tables save about a tenth of the block.
-    Raises `MissingExtraError`: the zstandard library is not installed.
+    Raises `MissingExtraError`: see `zstd_library`.
     """
 
     def __init__(self) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise MissingExtraError("codec 'zstd'", "zstd") from error
-        self._zstandard = zstandard
-        self._contexts = _Contexts(zstandard)
+        self._contexts = _Contexts(zstd_library())
 
     def compress(self, block: memoryview) -> bytes:
         """Return the payload, which may be longer than the block."""
         odd_plane, contexts = _every_other(block[1:]), self._contexts
         has_few_values = _values(odd_plane) < _FEW_VALUES
-        compressor = contexts.compressor(odd_plane, has_few_values)
-        odds, even_plane = compressor.compress(odd_plane), _every_other(block)
+        compress = contexts.compressor(odd_plane, has_few_values)
+        odds, even_plane = compress(odd_plane), _every_other(block)
         may_be_noise = has_few_values and len(even_plane) > _SHORT_BYTES
         evens: list[bytes | memoryview]
         if may_be_noise and contexts.noise_left and _values(even_plane) >= _NOISE_VALUES:
             contexts.noise_left -= 1
             evens = _raw_frame(even_plane)
         else:
-            evens = [compressor.compress(even_plane)]
+            evens = [compress(even_plane)]
             contexts.noise_left = _NOISE_PLANES if may_be_noise and len(evens[0]) >= len(even_plane) else 0
         return b"".join((sum(map(len, evens)).to_bytes(_FRAME_LENGTH_BYTES, "little"), *evens, odds))
 
@@ -109,23 +96,13 @@ class Zstd:
         """See `CodecSet.decode`."""
         first = _FRAME_LENGTH_BYTES + int.from_bytes(payload[:_FRAME_LENGTH_BYTES], "little")
         pairs = len(block) // 2
-        decompressor = self._contexts.decompressor(len(block) - pairs)
-        evens = self._plane(decompressor, payload[_FRAME_LENGTH_BYTES:first], len(block) - pairs)
-        odds = self._plane(decompressor, payload[first:], pairs)
-        if evens is None or odds is None:
+        decompress = self._contexts.decompressor(len(block) - pairs)
+        evens = decompress(payload[_FRAME_LENGTH_BYTES:first], len(block) - pairs)
+        odds = decompress(payload[first:], pairs)
+        if evens is None or len(evens) != len(block) - pairs or odds is None or len(odds) != pairs:
             return RecordStatus.BAD_PAYLOAD
-        _interleave(evens, odds, block)
+        _interleave(np.frombuffer(evens, np.uint8), np.frombuffer(odds, np.uint8), block)
         return RecordStatus.OK
-
-    def _plane(self, decompressor: ZstdDecompressor, frame: memoryview, size: int) -> Plane | None:
-        try:
-            # The library allocates the content size that a frame states, so that is checked first.
-            if self._zstandard.frame_content_size(frame) != size:
-                return None
-            plane = np.frombuffer(decompressor.decompress(frame, allow_extra_data=False), dtype=np.uint8)
-        except self._zstandard.ZstdError:
-            return None
-        return plane if len(plane) == size else None
 
 
 def _every_other(block: memoryview) -> Plane:

@@ -340,7 +340,6 @@ def test_an_engine_that_passes_no_spec_is_served(tmp_path: Path) -> None:
 def test_a_part_has_many_blocks_only_if_they_need_no_buffer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, has_many: bool
 ) -> None:
-    pytest.importorskip("zstandard")
     block_bytes = 1 << 20
     memory = mmap.mmap(-1, 16 * block_bytes)
     memory.write(np.random.default_rng(0).bytes(16 * block_bytes))  # which does not get shorter
