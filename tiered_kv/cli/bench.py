@@ -23,6 +23,7 @@ from tiered_kv.cli.stacks import (
     chosen_tiers,
     held_log,
     operated_stack,
+    own_config,
     purge_own,
     tier_error_text,
 )
@@ -39,6 +40,7 @@ _ROUND_BYTES = 256 << 20
 """Bytes of blocks in a round by default."""
 _DIRECTIONS: Final = ("store", "load")
 _COLUMNS: Final = ("tier", "store GB/s", "load GB/s", "cores busy", "lookup (p99)", "wrong")
+_PURGE_S: Final = 300.0  # for thousands of blocks: some servers of objects take 20 ms to delete one
 _LIMITS: Final = (
     "Cores that this process kept busy while it stored, and loaded, say what limits a rate: from about 1 on, the "
     "processor (checksums, codecs, copies); well below, the storage, or other programs that use the processor."
@@ -116,8 +118,11 @@ def _bench(
             result.error = tier_error_text(error, settings)
         finally:
             shut_down(opened, config)
-            if config.namespace.model == OWN_MODEL:
-                purge_own(config, [settings])
+            left = purge_own(config, [settings], _PURGE_S) if config.namespace.model == OWN_MODEL else {}
+        if result.is_measured and (why := left.get(settings.name)):
+            result.left = (
+                f"{why}; delete them by: tiered-kv purge --namespace {own_config(config).identity.digest.hex()}"
+            )
         return result
 
 
@@ -155,6 +160,8 @@ def _remarks(results: Sequence[TierBench]) -> Iterator[str]:
     for each in results:
         if each.error:
             yield f"{each.name} FAILED: {each.error}"
+        if each.left:
+            yield f"{each.name}: blocks of this command are left: {each.left}"
         if each.corrupt_blocks:
             yield f"CORRUPT: {quantity(each.corrupt_blocks, 'block')} came back from {each.name} with other bytes"
         if each.failed_stores or each.failed_loads:

@@ -222,16 +222,16 @@ def own_config(config: StackConfig) -> StackConfig:
     return _completed(config, Namespace(model=OWN_MODEL), config.block.model_dump())
 
 
-def purge_own(config: StackConfig, tiers: Iterable[TierSettings]) -> dict[str, str]:
+def purge_own(config: StackConfig, tiers: Iterable[TierSettings], limit_s: float = _FIND_S) -> dict[str, str]:
     """Delete the tiers' blocks in the namespace of `OWN_MODEL`; return why some are left, by the tier's name.
 
-    The tiers must have been shut down.
+    The tiers must have been shut down. Each gets `limit_s`.
     """
     namespace = own_config(config).identity.digest.hex()
     left: dict[str, str] = {}
     for settings in tiers:
         purged, error = administer(
-            settings, lambda each: each.purge(namespace, time.monotonic() + _FIND_S), TimeLimit(_FIND_S)
+            settings, lambda each: each.purge(namespace, time.monotonic() + limit_s), TimeLimit(limit_s)
         )
         left[settings.name] = error or "; ".join(() if purged is None else purged.left)
     return {name: what for name, what in left.items() if what}

@@ -70,6 +70,7 @@ class TierBench:
     failed_loads: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     error: str = ""
+    left: str = ""
 
     @property
     def ok(self) -> bool:
