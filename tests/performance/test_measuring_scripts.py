@@ -55,7 +55,14 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
         [],
     ),
     "s3_rates.py --blocks 32 --rounds 1": (["ours_store_gb_per_s", "boto3_load_cpu_s_per_gb"], []),
-    "object_rates.py --blocks 32 --rounds 1": (["gcs_store_gb_per_s", "s3_load_cpu_s_per_gb"], []),
+    "object_rates.py --blocks 32 --rounds 1": (
+        [f"{side}_{each}" for side in ("gcs", "azure", "identity", "s3") for each in DIRECTIONS],
+        [],
+    ),
+    "cloud_client_rates.py --blocks 32 --rounds 1": (
+        [f"{side}_{each}" for side in ("gcs", "azure") for each in DIRECTIONS],
+        [],
+    ),
     "redis_rates.py --blocks 64 --rounds 1": (
         [f"{side}_{each}" for side in ("one_connection", "default") for each in DIRECTIONS],
         [],

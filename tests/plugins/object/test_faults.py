@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import closing
 
@@ -17,8 +14,8 @@ import pytest
 from tests.support.entries import rig_of
 from tests.support.fake_azure import FakeAzure
 from tests.support.fake_gcs import FakeGCS
-from tests.support.fake_s3 import BLOCK_BYTES, WAIT_S, FakeS3, OpenRig, Request, answer, error
-from tests.support.loopback import LoopbackServer
+from tests.support.fake_s3 import BLOCK_BYTES, WAIT_S, FakeS3, OpenRig, Request, error
+from tests.support.fake_tokens import TOKEN, FakeTokens
 from tests.support.stacks import block_hashes, stack_of
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import open_stack
@@ -133,37 +130,12 @@ def test_a_server_that_hangs_keeps_no_job_past_its_deadline(cloud: FakeS3, open_
     assert time.monotonic() - begin < 15.0
 
 
-class Tokens(LoopbackServer):
-    """A server of managed identities, whose tokens expire at once, and which may fall silent."""
-
-    def __init__(self) -> None:
-        self.is_silent = False
-        self._over = threading.Event()
-        super().__init__()
-
-    def serve(self, sock: socket.socket) -> None:
-        with sock.makefile("rb") as reading:
-            while reading.readline():
-                while reading.readline().strip():
-                    pass
-                if self.is_silent:
-                    self._over.wait()
-                    return
-                fields = {"expires_in": "1", "expires_on": str(int(time.time()) + 1), "token_type": "Bearer"}
-                text = json.dumps({"access_token": "a-secret-token", "resource": "r", **fields})
-                sock.sendall(answer(200, text.encode(), content_type="application/json"))
-
-    def close(self) -> None:
-        self._over.set()
-        super().close()
-
-
 def test_a_token_that_expires_while_its_server_is_silent_keeps_no_job_past_its_deadline(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with FakeAzure() as server, Tokens() as tokens:
-        monkeypatch.setenv("IDENTITY_ENDPOINT", f"http://{tokens.address}/token")
-        monkeypatch.setenv("IDENTITY_HEADER", "h")
+    with FakeAzure() as server, FakeTokens(valid_s=1) as tokens:
+        for name, value in tokens.environment.items():
+            monkeypatch.setenv(name, value)
         entry = {name: value for name, value in server.entry.items() if name != "account_key"}
         times = {"request_timeout": 2.0, "job_timeout": 4.0, "attempts": 1, "presence_ttl": 0}
         with closing(rig_of({**entry, **times, "connections": 16}, block_bytes=4096, wait_s=60.0)) as rig:
@@ -177,7 +149,7 @@ def test_a_token_that_expires_while_its_server_is_silent_keeps_no_job_past_its_d
             assert (result.success, result.reason) == (False, "timeout")
             assert time.monotonic() - begin < 15.0  # one after the other they would take 32 s
     assert "no server gave a token to the managed identity of this machine" in caplog.text
-    assert "a-secret-token" not in caplog.text
+    assert TOKEN not in caplog.text
 
 
 def test_a_refused_connection_is_told_apart_from_a_missing_block(
