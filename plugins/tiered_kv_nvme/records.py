@@ -21,7 +21,7 @@ from tiered_kv.reasons import Reason, RecordStatus
 from tiered_kv.system.permissions import check_file
 from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.administration import StoredBlock
-from tiered_kv.toolkit.codecs import CODEC_IDS, ThreadBuffer
+from tiered_kv.toolkit.codecs import CODEC_IDS, ThreadBuffer, payload_bytes_range
 from tiered_kv.toolkit.record import HEADER_BYTES, write_header
 from tiered_kv.toolkit.small_files import opened, read_all
 from tiered_kv_nvme.directory import segment_name
@@ -167,6 +167,8 @@ class StoredRecords:
             return RecordStatus.BAD_CHECKSUM
         if entry.codec not in _KNOWN_CODECS:
             return RecordStatus.UNKNOWN_CODEC
+        if entry.stored_bytes not in payload_bytes_range(entry.codec, identity.block_bytes):
+            return RecordStatus.BAD_LENGTH
         write_header(row, wanted.block.key, entry.codec, identity.block_bytes, entry.stored_bytes, identity.digest)
         return RecordStatus.OK
 

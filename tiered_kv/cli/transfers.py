@@ -229,7 +229,7 @@ def _lines(copied: Copied, args: argparse.Namespace, *, stopped: bool) -> Iterat
     if getattr(args, "dry_run", False) and not copied.error:
         yield f"would copy {what}, without those that the target has"
     elif not copied.error or counts.copied:
-        rate = f", {rounded_bytes(int(counts.copied_bytes / copied.seconds))}/s" if copied.seconds else ""
+        rate = f", {rounded_bytes(int(counts.copied_bytes / copied.seconds))}/s" if counts.copied else ""
         yield f"copied {quantity(counts.copied, 'block')} of {rounded_bytes(counts.copied_bytes)}{rate}"
     if plan.left_out:
         yield f"left out {quantity(plan.left_out, 'colder block')} of {rounded_bytes(plan.left_out_bytes)}"

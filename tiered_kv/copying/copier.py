@@ -125,10 +125,14 @@ class Copier:
 
     def _record(self, key: OffloadKey, row: Row) -> Record | None:
         """Return the record in `row`, encoded anew if that is asked for; None if the target could not read it."""
-        if self.recoding is not None and not self._encode_anew(key, row, self.recoding):
-            return None
         header = read_header(row.memory)
-        assert isinstance(header, RecordHeader), "it was verified"
+        if self.recoding is not None and isinstance(header, RecordHeader):
+            if not self._encode_anew(key, row, header.payload_bytes, self.recoding):
+                return None
+            header = read_header(row.memory)
+        if not isinstance(header, RecordHeader):  # the source was wrong to call it sound
+            self._note(header)
+            return None
         payload = row.memory[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
         refusal = RecordStatus.OK if self.codecs is None else self.codecs.refusal(header.codec_id, payload)
         if refusal is not RecordStatus.OK:
@@ -136,11 +140,9 @@ class Copier:
             return None
         return Record(key, row, HEADER_BYTES + len(payload))
 
-    def _encode_anew(self, key: OffloadKey, row: Row, recoding: Recoding) -> bool:
+    def _encode_anew(self, key: OffloadKey, row: Row, payload_bytes: int, recoding: Recoding) -> bool:
         """Replace the record in `row` by the one that the target would write; return whether it could be decoded."""
-        header = read_header(row.memory)
-        assert isinstance(header, RecordHeader), "it was verified"
-        record = row.memory[: HEADER_BYTES + header.payload_bytes]
+        record = row.memory[: HEADER_BYTES + payload_bytes]
         block = memoryview(bytearray(self.blocks.block_bytes))
         status = decode_record(
             record[:HEADER_BYTES], record[HEADER_BYTES:], key, block, self._namespace, recoding.source
