@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -16,9 +17,13 @@ from hypothesis import strategies as st
 
 from tests.support import stacks
 from tests.support.server_process import free_port
+from tiered_kv.base import make_offload_key
 from tiered_kv.cli import record
 from tiered_kv.cli.main import main
+from tiered_kv.hints import Hints
+from tiered_kv.stack.exporters.event_requests import PublishedRequests
 from tiered_kv.stack.open import EngineStack, open_engine_stack
+from tiered_kv.tiering.recording.requests import AskedRequest
 from tiered_kv.tiering.recording.trace_file import TraceFile
 from tiered_kv.workload.replay import replay
 from tiered_kv.workload.request import Request
@@ -69,8 +74,15 @@ def message(number: int, event: object) -> list[bytes]:
 
 
 def asked(**more: object) -> dict[str, object]:
-    event = {"type": "RequestAsked", "began_s": 1.5, "blocks": bytes(12), "block_tokens": 16, "session": ""}
-    return {**event, "hints": None, **more}
+    event = {
+        "type": "RequestAsked",
+        "source": "a",
+        "began_s": 1.5,
+        "blocks": bytes(12),
+        "block_tokens": 16,
+        "session": "",
+    }
+    return {**event, "block_tokens": 16, "hints": None, **more}
 
 
 def test_it_has_what_the_stack_records_itself(
@@ -114,9 +126,29 @@ def test_it_has_what_the_stack_records_itself(
     assert "person" not in trace.read_text() + (tmp_path / "own").read_text()
 
 
+def test_blocks_of_a_program_whose_hashes_end_alike_are_told_apart(tmp_path: Path) -> None:
+    class Publisher:
+        events: ClassVar[list[Any]] = []
+
+        def publish_apart(self, topic: bytes, event: Any) -> bool:
+            self.events.append(event)
+            return True
+
+    keys = [make_offload_key(b"chat %d, block 12" % number, 0) for number in range(50)]
+    request = AskedRequest("a", time.monotonic(), "person", Hints())
+    request.use(keys)
+    for _ in range(2):
+        assert PublishedRequests(Publisher(), "recording", 16).write(request)  # type: ignore[arg-type]  # no sockets
+    first, second = Publisher.events
+    names = [{event["blocks"][at : at + 8] for at in range(0, 600, 12)} for event in (first, second)]
+    assert len(names[0] | names[1]) == 100, "two stacks share no hash"
+    assert len({first["session"], second["session"], first["source"], second["source"]}) == 4
+    assert b"chat" not in first["blocks"]
+
+
 def test_missing_messages_are_counted_and_a_new_start_is_another_stack(recording: record._Recording) -> None:
-    for number in (1000, 1001, 1004, 7):
-        recording.take(message(number, asked(began_s=float(number))))
+    for number, source in ((1000, "a"), (1001, "a"), (1004, "a"), (9000, "b")):
+        recording.take(message(number, asked(source=source)))
     assert (recording.requests, recording.lost) == (4, 2)
     ids = [json.loads(line)["hash_ids"] for line in recording.file._path.read_text().splitlines()]
     assert ids[0] == ids[1] == ids[2] != ids[3]

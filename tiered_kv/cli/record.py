@@ -155,8 +155,10 @@ class _Recording:
         self._decode = msgspec.msgpack.Decoder().decode
         self._error: type[Exception] = msgspec.MsgspecError
         self._numbers = itertools.count()
-        self._next = -1
-        """The number that the next message should have; -1 before the first."""
+        self._source = ""
+        """The stack that sent the last message; empty before the first."""
+        self._next = 0
+        """The number that its next message should have."""
         self.requests = self.lost = 0
 
     def take(self, frames: list[bytes]) -> None:
@@ -164,18 +166,18 @@ class _Recording:
         try:
             _, number, payload = frames
             (event,) = self._decode(payload)[1]
-            kind = event["type"]
+            kind, source = event["type"], str(event["source"])
             request = _request(next(self._numbers), event) if kind == REQUEST_ASKED else None
             block_tokens = _whole(event["block_tokens"]) if request is not None else 0
         except (ValueError, TypeError, KeyError, IndexError, self._error):
             self.lost += 1
             return
         at = int.from_bytes(number, "big")
-        if 0 <= self._next < at:
-            self.lost += at - self._next
-        if kind == ALL_BLOCKS_CLEARED or at < self._next:  # a lower number: another process has the address
+        is_same = source == self._source  # otherwise another stack has been opened at the address
+        self.lost += max(0, at - self._next) if is_same else 0
+        if kind == ALL_BLOCKS_CLEARED or not is_same:
             self.file.reset()
-        self._next = at + 1
+        self._source, self._next = source, at + 1
         if request is not None:
             self.file.block_tokens = block_tokens
             self.requests += self.file.write(request)
