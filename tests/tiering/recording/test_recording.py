@@ -27,6 +27,7 @@ from tiered_kv.hints import HINTS_KEY, SESSION_KEY, Hints
 from tiered_kv.metrics.counters import count_of
 from tiered_kv.stack.open import EngineStack, open_engine_stack, open_stack
 from tiered_kv.tiering.recording import recorder as recorder_module
+from tiered_kv.tiering.recording import requests as requests_module
 from tiered_kv.tiering.recording.recorder import Recorder, open_trace
 from tiered_kv.tiering.recording.requests import HOLD_S, KEYS_MAX, AskedRequest, OpenRequests
 from tiered_kv.tiering.recording.trace_file import REQUEST_KEYS_MAX, TraceFile, check_place
@@ -398,6 +399,39 @@ def test_a_full_queue_loses_whole_requests_and_counts_them(path: Path, monkeypat
     assert all(len(line["hash_ids"]) == 3 for line in lines)
     assert len(lines) + recorder.lost_requests == 504
     assert 5 <= len(lines) < 50
+
+
+def test_a_request_whose_last_calls_were_lost_is_not_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "INTERVAL_S", 3600.0)  # the thread takes all calls at the end
+    recorder = Recorder(open_trace(RecordSettings(path=str(path)), 16))
+    recorder.begin("whole", "", NO_HINTS, time.monotonic())
+    recorder.use("whole", keys_of(1))
+    recorder.end("whole")
+    recorder.begin("part", "", NO_HINTS, time.monotonic())
+    recorder.use("part", keys_of(2))
+    monkeypatch.setattr(recorder_module, "QUEUE_CALLS_MAX", 0)
+    recorder.use("part", keys_of(3))
+    recorder.close()
+    assert [len(line["hash_ids"]) for line in written(path)] == [1]
+    assert recorder.lost_requests == 1
+
+
+def test_a_request_is_whole_though_its_calls_waited_long_in_the_queue(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "INTERVAL_S", 3600.0)
+    monkeypatch.setattr(requests_module, "HOLD_S", 0.0)
+    recorder = Recorder(open_trace(RecordSettings(path=str(path)), 16))
+    began_s = time.monotonic() - 1000.0
+    for name in ("a", "b"):
+        recorder.begin(name, "", NO_HINTS, began_s)
+    for number in range(100):
+        recorder.use("a", keys_of(number))
+    recorder.end("b")
+    recorder.use("a", keys_of(100))
+    recorder.end("a")
+    recorder.close()
+    assert [len(line["hash_ids"]) for line in written(path)] == [101]
 
 
 # The settings.

@@ -98,6 +98,8 @@ class Recorder:
         # Written by the recorder's thread.
         self._taken_keys = self._written_requests = self._unwritten_requests = 0
         self._requests = OpenRequests()
+        self._seen_s = 0.0
+        """When the last request began of which the thread knows."""
         self._log_limit = LogLimit()
         self._is_closing = threading.Event()
         try:
@@ -200,6 +202,7 @@ class Recorder:
             self._requests.use(req_id, what)
         elif call is _Call.BEGIN:
             self._requests.begin(what)
+            self._seen_s = what.began_s
         elif call is _Call.END:
             self._requests.end(req_id)
             self._write_ready()
@@ -211,7 +214,11 @@ class Recorder:
                 sink.reset()
 
     def _write_ready(self, *, is_last: bool = False) -> None:
-        while (request := self._requests.take(time.monotonic(), is_last=is_last)) is not None:
+        has_taken_all = not self._queue
+        if has_taken_all and self._has_gap:  # the calls that were lost are the last ones
+            self._unwritten_requests += self._requests.drop_running()
+        now_s = time.monotonic() if has_taken_all else self._seen_s  # later calls of a request may wait in the queue
+        while (request := self._requests.take(now_s, is_last=is_last)) is not None:
             if not request.size:  # it asked for nothing
                 continue
             taken = [self._has_written(sink, request) for sink in self._sinks]
