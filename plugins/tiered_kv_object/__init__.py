@@ -16,10 +16,10 @@ What must stay true.
 Why GCS has no path of our own, as s3 has: its XML API takes s3's requests, with a bearer token in place of the
 signature and `x-goog-if-generation-match: 0` in place of `if-none-match`. Measured so beside obstore, in one run
 against nginx, 1 MiB and 64 KiB (29 November 2026, medians of 9 rounds, on a busy machine): stores at 1.23 and 0.98 of
-obstore's rate for 0.93 and 1.01 of its processor time; loads at 1.61 and 1.08 of its rate for 0.56 of its time. Loads
-alone gain. For them it would need tokens of five identities (metadata server, service account's key, gcloud's file,
-workload identity, a variable) with their renewal, and listings and copies without boto3, which signs no bearer token:
-more code than this plugin has, for one of its two clouds. obstore meets what was asked beside s3.
+obstore's rate for 0.93 and 1.01 of its processor time; loads at 1.61 and 1.08 of its rate for 0.56 of its time. Only
+loads gain. It would need the tokens of five identities with their renewal (metadata server, service account's key,
+gcloud's file, workload identity, a variable), and listings, deletes and copies without boto3, which sends no bearer
+token. That is a second client, for one of the two clouds.
 
 gcs, azure      the tier types
 settings        their YAML entries
