@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, ValidationInfo, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, SecretStr, SerializeAsAny, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from tiered_kv.config.entries import check_entries
 from tiered_kv.config.hooks import REFERENCE, TierType, tier_plugins
@@ -26,6 +26,7 @@ from tiered_kv.hints import HINT_NAMES, HintName
 
 PRIMARY_BLOCKS_MIN = 2
 PORT_MAX = 65535
+TOKEN_CHARACTERS_MIN = 16
 _ADDRESS = r"^(tcp://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):(\*|[0-9]{1,5})|ipc://\S+)$"
 _ADDRESSES = ["tcp://127.0.0.1:5557", "ipc:///run/kv-events"]
 TOPICS_MAX = 64
@@ -86,6 +87,10 @@ class PrimarySettings(StrictModel):
         default=None,
         description="Memory that blocks on their way from secondary tiers may take; by default half of the region.",
     )
+    prefetch_budget: Bytes | None = Field(
+        default=None,
+        description="Part of promotion_budget that prefetch orders may take; by default a quarter of it.",
+    )
     promotion_hold: Seconds = Field(
         default=10.0, gt=0, le=3600, description="How long a promoted block waits for its request."
     )
@@ -126,6 +131,12 @@ class MetricsSettings(StrictModel):
         pattern=r"^([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}$",
         examples=["127.0.0.1:9464", "[::1]:9464"],
         description="Address and port, such as 127.0.0.1:9464 or [::1]:9464; port 0 takes any that is free.",
+    )
+
+    token: SecretStr | None = Field(
+        default=None,
+        min_length=TOKEN_CHARACTERS_MIN,
+        description='What callers of `/prefetch` must send; write "${TIERED_KV_TOKEN}". Without it only loopback may.',
     )
 
     @property
@@ -312,6 +323,7 @@ class StackConfig(StrictModel):
         sizes: list[tuple[str, int | None, int]] = [
             ("primary.capacity", self.primary.capacity, PRIMARY_BLOCKS_MIN),
             ("primary.promotion_budget", self.primary.promotion_budget, 1),
+            ("primary.prefetch_budget", self.primary.prefetch_budget, 1),
         ]
         for index, tier in enumerate(self.secondary):
             sizes.append((f"secondary.{index}.store_budget", tier.store_budget, 1))

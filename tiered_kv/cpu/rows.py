@@ -19,7 +19,7 @@ from tiered_kv.cpu.policies import CachePolicy, make_policy
 from tiered_kv.cpu.policies.checked import checked_policy
 from tiered_kv.cpu.row_table import A_LOAD, ABSENT, in_writing, unwatched
 from tiered_kv.cpu.rows_by_key import RowsByKey
-from tiered_kv.cpu.writers import PROMOTED, PROMOTION
+from tiered_kv.cpu.writers import PROMOTED, PROMOTION, are_same
 
 EVENTS_MAX = 1 << 16
 """Limit of events that wait for `take_events`; beyond it the oldest are lost."""
@@ -123,6 +123,7 @@ class PrimaryRows(RowsByKey):
             self.index.update(zip(keys, [-2 - row for row in rows], strict=True))
         if number != PROMOTED:
             self._allocated[number] = list(keys), rows
+            self._note_use(rows)
         self.policy.admit(chain.in_order(rows, self.table), chain)
         return rows
 
@@ -157,6 +158,7 @@ class PrimaryRows(RowsByKey):
             number = self._writers.begin(writer, len(adopted))
             for row in adopted:
                 self.ref_cnt[row] = number
+        self._note_use(adopted)
         self.policy.admit(chain.in_order(adopted, self.table), chain)
         chain.extend(adopted, self.table)
         return stored, unused
@@ -169,6 +171,7 @@ class PrimaryRows(RowsByKey):
         if len(set(rows)) < len(rows):
             rows = list(dict.fromkeys(rows))
         if rows:
+            self._note_use(rows)
             self.policy.use(chain.in_order(rows, self.table), chain)
 
     def _make_room(self, count: int, chain: RequestChain, evicted: list[OffloadKey], *, ahead: int = 0) -> bool:
@@ -179,6 +182,8 @@ class PrimaryRows(RowsByKey):
         if missing > 0:
             self.policy.use((), chain)
             victims = self._victims(missing, chain, ahead=ahead)
+            if victims is None and self.give_way is not None and self.give_way(missing):
+                victims = self._victims(missing, chain, ahead=ahead)
             if victims is None:
                 return False
             key_of, index = self.table.key, self.index
@@ -212,7 +217,7 @@ class PrimaryRows(RowsByKey):
         if not number:
             return []
         allocated, rows = self._allocated.pop(number, ((), ()))
-        written = list(rows) if _are_same(keys, allocated) else []  # most often it names what it got last
+        written = list(rows) if are_same(keys, allocated) else []  # most often it names what it got last
         if self.orphans.exist or not written or [ref_cnt[row] for row in written].count(number) < len(written):
             found = map(self.index.get, dict.fromkeys(keys), repeat(ABSENT))
             written = [row for each in found if each < -1 and ref_cnt[row := -2 - each] == number]
@@ -274,11 +279,13 @@ class PrimaryRows(RowsByKey):
     def lease(self, rows: list[int], chain: RequestChain) -> None:
         """Pin distinct ready blocks that the request of `chain` uses, until `unpin`."""
         self.pin(rows)
+        self._note_use(rows)
         self.policy.use(chain.in_order(rows, self.table), chain)
 
     def begin_loads(self, rows: list[int], chain: RequestChain) -> None:
         """Pin distinct ready blocks that an engine loads for the request of `chain`, until `end_loads`."""
         ref_cnt, load = self.ref_cnt, A_LOAD
+        self._note_use(rows)
         unused = [row for row in rows if not ref_cnt[row]]
         if unused:
             self.policy.remove(unused)
@@ -391,10 +398,3 @@ class PrimaryRows(RowsByKey):
     def _note_event(self, keys: list[OffloadKey], removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(OffloadingEvent(keys, self.backend.block_size, self.backend.medium, removed))
-
-
-def _are_same(keys: Collection[OffloadKey], allocated: Sequence[OffloadKey]) -> bool:
-    """Return whether an engine names just the allocated keys: a list of them, or a set, as vLLM."""
-    if isinstance(keys, set):
-        return len(keys) == len(allocated) and keys.issuperset(allocated)
-    return keys == allocated

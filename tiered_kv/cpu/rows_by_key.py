@@ -6,11 +6,12 @@ belongs to it, except from before a reset.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBlock
 from tiered_kv.cpu.blocks_view import BlocksView
+from tiered_kv.cpu.recent_uses import RecentUses
 from tiered_kv.cpu.row_table import ABSENT, RowTable, in_writing, unwatched
 from tiered_kv.cpu.writers import Writers
 
@@ -31,6 +32,10 @@ class RowsByKey:
         self._writers = Writers()
         self.step = 0
         """Number of the scheduler's step. Blocks with this `step` are not evicted before the step ends."""
+        self.recent: RecentUses | None = None
+        """Which rows requests have used lately; None while nobody asks (`spare_since`)."""
+        self.give_way: Callable[[int], bool] | None = None
+        """Lets go of pins that requests need not respect, for so many blocks; returns whether there were any."""
 
     def __len__(self) -> int:
         """Return the number of blocks that are ready, pinned or being written. Any thread."""
@@ -43,6 +48,19 @@ class RowsByKey:
         """Return those of `keys` that others than `writer` are writing."""
         number, get, ref_cnt = self._writers.number_of(writer), self.index.get, self.ref_cnt
         return [key for key in keys if (row := get(key, ABSENT)) < ABSENT and ref_cnt[in_writing(row)] != number]
+
+    def spare_since(self, number: int) -> bool:
+        """Evict no row in this step that was used since `RecentUses.number` was `number`; return False if unknown."""
+        rows = None if self.recent is None else self.recent.since(number)
+        step_of, step = self.step_of, self.step
+        for row in rows or ():
+            step_of[row] = step
+        return rows is not None
+
+    def _note_use(self, rows: Sequence[int]) -> None:
+        """Note that a request uses rows; the list must not change any more."""
+        if self.recent is not None:
+            self.recent.note(rows)
 
     def row_of(self, key: OffloadKey) -> int | None:
         """Return the row of a block that is ready or pinned; None if there is none. Any thread."""

@@ -7,7 +7,10 @@ writes a row. So to compare numbers is to compare writers, and a writer costs no
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Sequence
 from typing import Final
+
+from tiered_kv.base import OffloadKey
 
 PROMOTION: Final = "\0promotion"
 """The writer of a block that is loaded from a secondary tier; no request has this id."""
@@ -45,3 +48,10 @@ class Writers:
         else:
             del self._rows[number], self._numbers[self._names.pop(number)]
         return left
+
+
+def are_same(keys: Collection[OffloadKey], allocated: Sequence[OffloadKey]) -> bool:
+    """Return whether an engine names just the allocated keys: a list of them, or a set, as vLLM."""
+    if isinstance(keys, set):
+        return len(keys) == len(allocated) and keys.issuperset(allocated)
+    return keys == allocated

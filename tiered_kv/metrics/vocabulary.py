@@ -61,7 +61,14 @@ ACCOUNT: Final = table(
 )
 """Metrics of a secondary tier's account. The primary tier has the metrics of stored, loaded and skipped blocks, too."""
 
+PREFETCHED: Final = Metric(
+    "prefetched_blocks_total",
+    "Blocks that prefetch orders loaded and a request used, or none did; and blocks refused for lack of room.",
+    ("outcome",),
+    values=_each("used", "unused", "refused"),
+)
 PRIMARY: Final = table(
+    PREFETCHED,
     Metric("used_blocks", "Blocks in the primary tier."),
     Metric("used_bytes", "Bytes of the blocks in the primary tier."),
     Metric("capacity_bytes", "Bytes of the whole primary tier."),

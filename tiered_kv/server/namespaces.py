@@ -30,6 +30,7 @@ from tiered_kv.system.threads import start_thread
 
 if TYPE_CHECKING:
     from tiered_kv.stack.exporters.server import StatusServer
+    from tiered_kv.stack.exporters.status import Observed
 
 CLOSE_S: Final = 5.0
 """Seconds in which transfers may end when stacks are closed."""
@@ -127,11 +128,13 @@ class Namespaces:
         """
         if self._metrics is None:
             return None
-        from tiered_kv.stack.exporters.server import StatusServer, routes_of
+        from tiered_kv.stack.exporters.server import StatusServer, prefetch_of, routes_of
 
-        routes = routes_of(lambda: {stack.config.identity.digest.hex(): stack.observed() for stack in self.stacks})
+        def observed() -> Mapping[str, Observed]:
+            return {stack.config.identity.digest.hex(): stack.observed() for stack in self.stacks}
+
         pages = StatusServer(*self._metrics.address)
-        pages.start(routes)
+        pages.start(routes_of(observed), prefetch_of(observed, self._metrics))
         return pages
 
     def open(self, settings: dict[str, Any] | None, call_soon: CallSoon, on_opened: Opened) -> None:  # Any: JSON

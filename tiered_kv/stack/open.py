@@ -28,6 +28,7 @@ from tiered_kv.metrics.series import CounterView, Snapshot
 from tiered_kv.stack.calls import StackCalls
 from tiered_kv.stack.facade import BlockFacade, keys_of
 from tiered_kv.stack.manager_type import manager_type
+from tiered_kv.stack.order_steps import OrderSteps
 from tiered_kv.system.interrupts import CallThread
 from tiered_kv.system.limits import Need, Take, compare, require
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
@@ -142,7 +143,8 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
                     open_tier(config, settings, kv_view, wants_events=reports_events, on_finished=on_finished)
                 )
             self.tier_names = [tier.name for tier in config.secondary]
-            self.history = _history(config, self.events, has_thread=not has_idle_caller)
+            has_listener = config.metrics is not None or has_idle_caller  # a server's stack is behind its listener
+            self.history = _history(config, self.events, has_thread=not has_idle_caller, has_names=has_listener)
             if self.history is not None:
                 undo.callback(self.history.close)
             manager = manager_type(config, self.events, undo, is_program=self._is_program)(
@@ -160,10 +162,10 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             undo.callback(manager.shutdown, 0.0)
             super().__init__(manager, backend.region)
             if self.server is not None:
-                from tiered_kv.stack.exporters.server import routes_of
+                from tiered_kv.stack.exporters.server import prefetch_of, routes_of
 
                 observed = {config.identity.digest.hex(): self.observed()}
-                self.server.start(routes_of(lambda: observed))
+                self.server.start(routes_of(lambda: observed), prefetch_of(lambda: observed, config.metrics))
             undo.pop_all()
 
     def _close(self, timeout: float) -> None:
@@ -213,6 +215,11 @@ class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
     def __init__(self, config: StackConfig, *, backend: CPUBackend, is_checked: bool = False) -> None:
         self._batch_blocks = _batch_blocks(config)
         super().__init__(config, backend=backend, is_checked=is_checked)
+        self._order_steps = OrderSteps(self._manager.orders, self._step)
+
+    def _close(self, timeout: float) -> None:
+        self._order_steps.close()
+        super()._close(timeout)
 
     def explain(self, keys: Sequence[bytes]) -> list[Explanation]:
         """Return for each block and tier whether the tier has the block, or why not.
@@ -296,9 +303,10 @@ def located(config: StackConfig, settings: TierSettings) -> Iterator[None]:
 
 def limits_of(config: StackConfig) -> ManagerLimits:
     """Return the limits of all secondary tiers of a stack together."""
-    budget_bytes = config.primary.promotion_budget
+    budget_bytes, prefetch_bytes = config.primary.promotion_budget, config.primary.prefetch_budget
     return ManagerLimits(
         promotion_blocks_max=None if budget_bytes is None else budget_bytes // config.block.bytes,
+        prefetch_blocks_max=None if prefetch_bytes is None else prefetch_bytes // config.block.bytes,
         hold_s=config.primary.promotion_hold,
         wait_max_s=config.primary.request_wait,
     )
@@ -334,7 +342,9 @@ def shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
             _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, text)
 
 
-def _history(config: StackConfig, events: EventPublisher | None, *, has_thread: bool) -> BlockHistory | None:
+def _history(
+    config: StackConfig, events: EventPublisher | None, *, has_thread: bool, has_names: bool
+) -> BlockHistory | None:
     if not config.history:
         return None
     on_ended = None
@@ -352,7 +362,9 @@ def _history(config: StackConfig, events: EventPublisher | None, *, has_thread: 
         names.append(tier.name)
         ttl_s.append(facts.ttl_s)
         blocks.append(None if facts.capacity_bytes is None else facts.capacity_bytes // config.block.bytes)
-    return BlockHistory(config.history, names, ttl_s, blocks=blocks, has_thread=has_thread, on_ended=on_ended)
+    return BlockHistory(
+        config.history, names, ttl_s, blocks=blocks, has_thread=has_thread, on_ended=on_ended, has_names=has_names
+    )
 
 
 def open_server(config: StackConfig) -> StatusServer | None:

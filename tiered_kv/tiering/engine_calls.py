@@ -27,7 +27,7 @@ from tiered_kv.metrics.notices import Notices
 from tiered_kv.metrics.registry import Registry
 from tiered_kv.metrics.series import Family, by_label, numbers
 from tiered_kv.metrics.step_timer import StepTimer, timed
-from tiered_kv.metrics.vocabulary import ACCOUNT, PRIMARY
+from tiered_kv.metrics.vocabulary import ACCOUNT, PREFETCHED, PRIMARY
 from tiered_kv.reasons import Reason
 from tiered_kv.received import Received, received_of
 from tiered_kv.system.step import PAUSES_MAX, STEP
@@ -37,6 +37,7 @@ from tiered_kv.tiering.cascade import Cascade
 from tiered_kv.tiering.gauges import report_tier
 from tiered_kv.tiering.interface import CacheManager
 from tiered_kv.tiering.many_lookups import ManyLookups
+from tiered_kv.tiering.orders import PrefetchOrders
 from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.prefetch import Prefetches
 from tiered_kv.tiering.promotions import Promotions
@@ -93,6 +94,9 @@ class EngineCalls(CacheManager):
         self._lookup_below = self._search.below
         self._many = ManyLookups(primary, self._tiers, self._requests, self._search, clock)
         self._prefetches = Prefetches(primary, self._promotions, self._search)
+        self.orders = PrefetchOrders(
+            primary, self._promotions, self._search, self._requests, self._orders_max, self._end_request
+        )
         # The end of a step without work costs nothing: the parts that act at each step's end are chosen here.
         self._gathering_tiers = tuple(guarded for guarded in self._tiers if guarded.overrides("on_schedule_end"))
         self._has_event_sink, self._has_history = event_sink is not None, history is not None
@@ -187,6 +191,8 @@ class EngineCalls(CacheManager):
         self._account.loaded(keys, log, state.loads.sources, state.loads.counts)
         if state.loads.held:
             self._promotions.release(state, keys)
+        if self.orders.exist:
+            self.orders.use(keys)
         state.stores.note(keys)
         self._uses.note(keys)
 
@@ -291,6 +297,8 @@ class EngineCalls(CacheManager):
         began_s = self._clock()
         if self._prefetches.running:
             self._prefetches.ask()
+        if self.orders.exist:
+            self.orders.act(began_s)
         self._submit()
         self._collect()
         self.primary.end_step()
@@ -358,6 +366,7 @@ class EngineCalls(CacheManager):
             PRIMARY_NAME,
             [
                 *numbers(PRIMARY, counts),
+                by_label(PREFETCHED, {outcome: count for outcome, count in self.orders.outcomes.items() if count}),
                 by_label(ACCOUNT["skipped_blocks_total"], skipped),
                 Family(PRIMARY["step_seconds"], {(): self.step_timer.seconds.snapshot()}),
             ],
@@ -372,6 +381,11 @@ class EngineCalls(CacheManager):
         share = max(rows // 2, 1)
         most = self.limits.promotion_blocks_max or share
         return most if rows == self.num_rows else min(most, share)
+
+    def _orders_max(self) -> int:
+        """Return how many blocks prefetch orders may hold or load: a quarter of the promotions' by default."""
+        most = self._promotions.blocks_max
+        return min(most, self.limits.prefetch_blocks_max or max(most // 4, 1))
 
     def _submit(self) -> None:
         """Submit the step's promotions, and end the step in the tiers."""

@@ -176,6 +176,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
 
     def _forget_primary(self) -> None:
         self._account.resetting()
+        self.orders.clear()
         self._promotions.reset()
         self._prefetches.clear()
         self._uses.clear()

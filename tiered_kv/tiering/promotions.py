@@ -58,6 +58,8 @@ class Promotions:
         self.blocks_max = blocks_max
         """Limit of the blocks that are being promoted or are held."""
         self.released_holds = 0
+        self.give_way: Callable[[int], bool] | None = None
+        """Makes room for so many blocks of requests, and returns whether it has made any."""
         self._hold_s = hold_s
         self._clock = clock
         self._table: dict[OffloadKey, Promotion] = {}  # all that run, or wait for `submit`
@@ -70,6 +72,10 @@ class Promotions:
         """Blocks that count against `blocks_max`."""
         return len(self._table) + len(self._held)
 
+    @property
+    def is_full(self) -> bool:
+        return self.blocks_taken >= self.blocks_max
+
     def begin(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> bool:
         """Take a primary block for `key`, if there is room; `submit` loads it from `guarded`.
 
@@ -79,7 +85,7 @@ class Promotions:
         # A request with promotions of its own does not wait for room: two such requests could wait for each other.
         # Hot path: runs for each block that is promoted.
         may_wait = not (state.loads.promoting or state.loads.held)
-        if len(self._table) + len(self._held) >= self.blocks_max:
+        if len(self._table) + len(self._held) >= self.blocks_max and not (self.give_way and self.give_way(1)):
             return may_wait
         if guarded.load_room() <= 0:
             return guarded.loads.will_grow

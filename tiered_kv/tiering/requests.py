@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.chain import RequestChain
@@ -18,6 +19,9 @@ from tiered_kv.reasons import Fate, Reason
 from tiered_kv.received import LoadCounts
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.pace import EngineCost
+
+if TYPE_CHECKING:
+    from tiered_kv.tiering.orders import PrefetchOrder
 
 STATES_MAX = 100_000
 """Limit of requests with a kept state, and of outdated ones; beyond it the oldest is forgotten."""
@@ -35,6 +39,8 @@ class ManagerLimits:
 
     promotion_blocks_max: int | None = None
     """Primary blocks that may be in promotion or held for requests at one time; default half of the primary tier."""
+    prefetch_blocks_max: int | None = None
+    """Those of them that prefetch orders may hold or load; default a quarter."""
     hold_s: float = 10.0  # how long a promoted block is held for a request that does not load it
     wait_max_s: float = 30.0
     """Seconds that a request may wait, with the answer None, until it loads a block that it waited for. Later, blocks
@@ -110,6 +116,8 @@ class LoadState:
     """Whether it waits while room is lacking for a block, as a program's call does. For an engine that is a miss."""
     lacking: tuple[OffloadKey, GuardedTier | None] | None = None
     """The first block of its last lookup that had no room: in the load budget of a tier, or in the rows (None)."""
+    order: PrefetchOrder | None = None
+    """The order that it stands for: a block that a tier has gets a row only when the order loads it."""
     is_cut: bool = False
     """Whether blocks of its prefetch would have come too late: blocks behind them are not looked up ahead."""
 

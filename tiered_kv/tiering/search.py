@@ -258,6 +258,9 @@ class Search:
             if asked_s is not None and not state.req_context.req_id:
                 state.lookups.denied[key] = guarded.number
             return _Verdict.ASK_NEXT_TIER
+        if state.loads.order is not None:
+            state.loads.order.found[key] = guarded
+            return _Verdict.WAIT
         if state.lookups.load_room and state.lookups.is_asking and not self._has_room(key, guarded, state):
             return _Verdict.ASK_NEXT_TIER
         if state.loads.waits_for_room:
@@ -336,10 +339,7 @@ class Search:
                 lookups.load_room[guarded] = worth
 
     def _has_room(self, key: OffloadKey, guarded: GuardedTier, state: RequestState) -> bool:
-        """Return whether a block comes before the engine would have computed it; if not, stop asking the tier for it.
-
-        So no row is taken for a block that would not be loaded.
-        """
+        """Return whether a block comes before the engine would have computed it; if not, ask the tier no more."""
         if state.lookups.load_room.get(guarded, 1) > 0:
             return True
         guarded.note_too_slow(1, TooSlow.CUT)

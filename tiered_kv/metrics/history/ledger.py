@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tiered_kv.base import OffloadKey, group_of
 from tiered_kv.metrics.history.fates import TICKS_PER_S, Fates, FateTable, Hashes, Mask, hashes
 from tiered_kv.metrics.history.ghosts import Ghosts
+from tiered_kv.metrics.history.names import KeyNames
 from tiered_kv.reasons import Fate, Reason
 
 CPU: Final = 0
@@ -117,7 +118,9 @@ class Ledger:
         blocks: Sequence[int | None],
         start_s: float,
         on_ended: Callable[[EndedRequest], None] | None = None,
+        keys: KeyNames | None = None,
     ) -> None:
+        self.keys = keys
         self._on_ended = on_ended
         self.table = FateTable(entries)
         self.ended: deque[EndedRequest] = deque(maxlen=REQUESTS_KEPT)
@@ -172,6 +175,8 @@ class Ledger:
     # The fates of blocks.
 
     def note(self, keys: Sequence[OffloadKey], now_s: float, tier: int, fate: Fate) -> None:
+        if self.keys is not None and fate is Fate.STORED:
+            self.keys.note(keys)
         # A skipped store says nothing about a block that is stored already. All else is newer than the table's entry.
         keeps = self._reset_ticks[tier] if fate in _NOT_STORED else None
         self.table.write(hashes(keys), tier, fate, self._tick(now_s), keeps_stored_after=keeps)
@@ -188,6 +193,8 @@ class Ledger:
             ghosts.reset()
 
     def store(self, keys: Sequence[OffloadKey], _: float) -> None:
+        if self.keys is not None:
+            self.keys.note(keys)
         self._use(hashes(keys))
 
     def _use(self, digests: Hashes) -> None:
@@ -219,6 +226,8 @@ class Ledger:
     def load(
         self, keys: Sequence[OffloadKey], now_s: float, log: RequestLog, sources: Mapping[OffloadKey, str]
     ) -> None:
+        if self.keys is not None:
+            self.keys.note(keys)
         rows = np.zeros(len(keys), self._no_rows.dtype)
         rows["digest"] = digests = hashes(keys)
         rows["group"] = np.frombuffer(b"".join(map(group_of, keys)), ">u4")

@@ -25,6 +25,7 @@ from typing import Any, Final
 from tiered_kv.base import OffloadKey
 from tiered_kv.metrics.history.fates import CHUNK_KEYS_MAX
 from tiered_kv.metrics.history.ledger import CPU, BatchFates, EndedRequest, Ledger, RequestLog
+from tiered_kv.metrics.history.names import KeyNames
 from tiered_kv.reasons import Fate
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.system.step import IDLE_WAIT, IDLE_WAIT_S_MAX, give_way
@@ -68,6 +69,7 @@ class BlockHistory:
         blocks: For each tier, its capacity in blocks, by which its ghosts are counted; None for a tier without ghosts.
             By default no tier has ghosts.
         has_thread: Whether a thread takes the noted batches. Without it the manager's thread calls `work`.
+        has_names: Whether `keys_of` can be asked.
         on_ended: Gets the outcome of each request, on the thread that takes the batch: it must return at once.
     """
 
@@ -80,6 +82,7 @@ class BlockHistory:
         *,
         blocks: Sequence[int | None] | None = None,
         has_thread: bool = True,
+        has_names: bool = False,
         on_ended: Callable[[EndedRequest], None] | None = None,
     ) -> None:
         self.names = tuple(names)
@@ -98,7 +101,8 @@ class BlockHistory:
         self._appended_keys = self._dropped_keys = 0
         self._lock = threading.Lock()
         """Guards the ledger and the fields below; held for one chunk, never across I/O."""
-        self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock(), on_ended)
+        key_names = KeyNames(entries) if has_names else None
+        self._ledger = Ledger(entries, names, ttl_s, blocks or [None] * len(names), clock(), on_ended, key_names)
         self._taken_keys = 0
         self._log_limit = LogLimit()
         self._batch: _Batch | None = None
@@ -257,6 +261,12 @@ class BlockHistory:
         self.settle(keys_max)
         with self._lock:
             return list(self._ledger.ended)
+
+    def keys_of(self, hashes: Sequence[int], group: int) -> list[OffloadKey | None]:
+        """Return the keys of blocks by the last 64 bits of their hashes, as events name them; None if not known."""
+        self.settle(PENDING_KEYS_MAX)
+        with self._lock:
+            return [None] * len(hashes) if self._ledger.keys is None else self._ledger.keys.find(hashes, group)
 
     def age_s(self, request: EndedRequest) -> float:
         return self._clock() - request.ended_s

@@ -1,7 +1,7 @@
-"""The HTTP server of a stack, and its pages. It answers GET and HEAD, one request a connection.
+"""The HTTP server of a stack, and its pages. It answers GET and HEAD, and the calls of `/prefetch`, one a connection.
 
 The opening of a stack starts it, with threads of its own. It reads snapshots that any thread may take, and never calls
-the manager. The number of open connections has a limit.
+the manager: it leaves prefetch orders in the manager's inbox. The number of open connections has a limit.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from socketserver import ThreadingTCPServer
 from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
+from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.errors import ConfigError, ShutdownError, needing_resources, remedy_of
 from tiered_kv.metrics.series import Snapshot
 from tiered_kv.stack.exporters.metrics import CONTENT_TYPE, StackCollector, exposition
+from tiered_kv.stack.exporters.prefetch import BODY_BYTES_MAX, PrefetchPages
+from tiered_kv.stack.exporters.prefetch import PATH as PREFETCH_PATH
 from tiered_kv.stack.exporters.status import Observed, explain_query, status
 from tiered_kv.system.log_limit import LogLimit
 
@@ -75,12 +78,7 @@ def routes_of(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
         return Body(exposition(*collectors), CONTENT_TYPE)
 
     def chosen(query: Query) -> Observed:
-        start, found = "".join(query.get("namespace", [])), stacks()
-        fitting = [stack for digest, stack in found.items() if digest.startswith(start)]
-        if len(fitting) != 1:
-            digests = " ".join(digest[:_DIGEST_CHARACTERS] for digest in found) or "none yet, as no engine attached"
-            raise ConfigError(f"expected a query 'namespace' that begins one of the open namespaces: {digests}")
-        return fitting[0]
+        return _chosen(stacks(), "".join(query.get("namespace", [])))
 
     return {
         "/metrics": metrics,
@@ -88,6 +86,20 @@ def routes_of(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
         "/explain": lambda query: _json(explain_query(chosen(query), query)),
         "/healthz": lambda _: _text("ok"),
     }
+
+
+def prefetch_of(stacks: Callable[[], Mapping[str, Observed]], settings: MetricsSettings) -> PrefetchPages:
+    """Return the calls of `/prefetch` for stacks, by the digests of their namespaces. Which are open may change."""
+    token = None if settings.token is None else settings.token.get_secret_value()
+    return PrefetchPages(lambda start: _chosen(stacks(), start), token)
+
+
+def _chosen(found: Mapping[str, Observed], start: str) -> Observed:
+    fitting = [stack for digest, stack in found.items() if digest.startswith(start)]
+    if len(fitting) != 1:
+        digests = " ".join(digest[:_DIGEST_CHARACTERS] for digest in found) or "none yet, as no engine attached"
+        raise ConfigError(f"expected a query 'namespace' that begins one of the open namespaces: {digests}")
+    return fitting[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +127,7 @@ class StatusServer(ThreadingTCPServer):
     def __init__(self, host: str, port: int) -> None:
         self.host = host
         self.routes: Routes = {}
+        self.prefetch: PrefetchPages | None = None
         self.log_limit = LogLimit()
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -132,9 +145,9 @@ class StatusServer(ThreadingTCPServer):
             raise ConfigError(f"cannot listen on {shown}: {reason}{remedy}", location="metrics.listen") from error
         self.port: int = self.socket.getsockname()[1]
 
-    def start(self, routes: Routes) -> None:
-        """Answer requests for these paths from now on."""
-        self.routes = routes
+    def start(self, routes: Routes, prefetch: PrefetchPages | None = None) -> None:
+        """Answer requests for these paths, and the calls of `/prefetch`, from now on."""
+        self.routes, self.prefetch = routes, prefetch
         with needing_resources(f"the thread '{self._thread.name}' cannot be started"):
             self._thread.start()
 
@@ -220,8 +233,10 @@ class _Handler(BaseHTTPRequestHandler):
     def handle(self) -> None:
         self.raw_requestline = self.rfile.readline(LINE_BYTES_MAX)
         if self.raw_requestline.endswith(b"\n") and self.parse_request():
+            is_call = self.server.prefetch is not None and f"{self._path}/".startswith(f"{PREFETCH_PATH}/")
+            body = self._body() if is_call else b""
             self.server.note(self.request, waits_for_client=False)
-            status, answer = self._answer()
+            status, answer = self._answer_call(body) if is_call else self._answer()
             self.server.note(self.request, waits_for_client=True)
             self.send_response_only(status)
             for name, value in {
@@ -229,14 +244,46 @@ class _Handler(BaseHTTPRequestHandler):
                 "Content-Length": str(len(answer.body)),
                 "Cache-Control": "no-store",
                 "X-Content-Type-Options": "nosniff",
-                "Allow": "GET, HEAD",
+                "Allow": "GET, HEAD, POST, DELETE" if is_call else "GET, HEAD",
             }.items():
                 self.send_header(name, value)
             self.end_headers()
             self.wfile.write(answer.body if self.command != "HEAD" else b"")
 
+    @property
+    def _path(self) -> str:
+        return self.path.partition("?")[0]
+
+    def _body(self) -> bytes | None:
+        """Return the body of a call; None if it is too long, or its length is not given."""
+        length = self.headers.get("Content-Length", "0")
+        if "Transfer-Encoding" in self.headers or not length.isdecimal() or len(length) > 9:
+            return None
+        return self.rfile.read(int(length)) if int(length) <= BODY_BYTES_MAX else None
+
+    def _answer_call(self, body: bytes | None) -> tuple[HTTPStatus, Body]:
+        prefetch = self.server.prefetch
+        assert prefetch is not None, "the caller has looked"
+        try:
+            refused = prefetch.refusal(self.server.socket.getsockname()[0], self.headers)
+            if refused is None and body is None:
+                refused = HTTPStatus.CONTENT_TOO_LARGE, {"error": f"expected a body of up to {BODY_BYTES_MAX} bytes"}
+            status, answer = refused or prefetch.answer(self.command, self._path, self.headers, body or b"")
+        except ConfigError as error:
+            status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
+        except Exception as error:  # as of a page
+            return self._failed(error)
+        return status, _json(answer)
+
+    def _failed(self, error: Exception) -> tuple[HTTPStatus, Body]:
+        """Log an error of ours, without its text, into which a tier may have put a secret."""
+        limit = self.server.log_limit
+        if limit.take(type(error).__name__) is not None:
+            _log.error("%s could not be answered: %s; %s", self._path, type(error).__name__, limit.about)
+        return HTTPStatus.INTERNAL_SERVER_ERROR, _text("the log says why")
+
     def _answer(self) -> tuple[HTTPStatus, Body]:
-        routes, limit = self.server.routes, self.server.log_limit
+        routes = self.server.routes
         try:
             parts = urlsplit(self.path)
             if parts.path not in routes:
@@ -251,11 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ShutdownError:
             return HTTPStatus.SERVICE_UNAVAILABLE, _text("the stack is closed")
         except Exception as error:
-            if (
-                limit.take(type(error).__name__) is not None
-            ):  # the line leaves out the error's text, into which a tier may have put a secret
-                _log.error("%s could not be answered: %s; %s", parts.path, type(error).__name__, limit.about)
-            return HTTPStatus.INTERNAL_SERVER_ERROR, _text("the log says why")
+            return self._failed(error)
 
     def log_message(self, format: str, *args: Any) -> None:  # Any: as http.server has it
         """Do not log requests."""

@@ -1,0 +1,332 @@
+"""Prefetch orders: blocks that a router wants in memory before a request asks for them.
+
+The HTTP server's threads give orders in and read their counts. All else runs on the manager's thread, at each step's
+end. The way of an order:
+
+1. `give` puts it into the inbox; `act` takes it from there.
+2. Its blocks are looked up, some in each step. A block in memory is held at once.
+3. A block that a tier has takes a row only when its load is submitted: while no other load of that tier is in flight,
+   and a small job at a time. So a request's load waits for one small job at most.
+4. A loaded block is held until a request uses it, or the order ends.
+
+What must stay true: requests go first. Orders hold a part of the promotion budget, and give the room back when a
+request lacks it. They evict no block that a request has used since they were taken. All together are bounded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import islice
+from typing import Final
+
+from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.chain import RequestChain
+from tiered_kv.cpu.recent_uses import RecentUses
+from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.system.step import STEP
+from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.pace import EngineCost
+from tiered_kv.tiering.promotions import Promotions
+from tiered_kv.tiering.requests import RequestState, RequestTable
+from tiered_kv.tiering.search import Search
+
+ORDERS_MAX: Final = 1024
+"""Limit of orders that have not ended."""
+ORDER_BLOCKS_MAX: Final = 4096
+"""Limit of the blocks of one order."""
+KEYS_MAX: Final = 1 << 16
+"""Limit of the blocks of all orders."""
+KEYS_A_STEP: Final = 64
+"""Blocks that are looked up in a step, for all orders together."""
+JOB_S: Final = 0.005
+"""How long a job of an order may take, by the tier's pace: a request's load may have to wait for it."""
+JOB_BLOCKS_MAX: Final = 32
+"""Limit of the blocks of such a job; while the pace is not known, a quarter of it."""
+UNTIL_S_MAX: Final = 60.0
+"""How long an order may last, in seconds."""
+
+
+class Phase(Enum):
+    """What has become of a block of an order."""
+
+    COMING = auto()
+    """It waits to be looked up or loaded, or is being loaded."""
+    IN_MEMORY = auto()
+    """It is held in memory."""
+    USED = auto()
+    """A request has used it: the order holds it no more."""
+    ABSENT = auto()
+    """No tier has it, or none could load it."""
+    REFUSED = auto()
+    """There was no room for it, or a request needed the room."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefetchOrder:
+    """Blocks that are wanted in memory until a time.
+
+    Any thread makes it, and reads its counts. All else belongs to the manager's thread once it was given.
+    """
+
+    name: str
+    keys: Sequence[OffloadKey]  # distinct
+    until_s: float
+    """When it ends, by the manager's clock (`time.monotonic`)."""
+    unknown: int = 0
+    """Blocks of which only 64 bits were given, and which no block here has."""
+    phases: dict[OffloadKey, Phase] = field(default_factory=dict)
+    is_ended: bool = False
+    asked: deque[OffloadKey] = field(default_factory=deque)  # not looked up yet, or without an answer
+    found: dict[OffloadKey, GuardedTier] = field(default_factory=dict)
+    """Blocks that a tier has, and that wait to be loaded."""
+    loading: set[OffloadKey] = field(default_factory=set)
+    uses_before: int = 0
+    """What `RecentUses.number` was when the order was taken."""
+
+    def counts(self) -> dict[str, int]:
+        """Return how many blocks are in each phase. Any thread may call."""
+        counted = Counter(list(self.phases.values()))
+        return {
+            **{phase.name.lower(): counted[phase] for phase in Phase},
+            "coming": counted[Phase.COMING] + len(self.keys) - sum(counted.values()),
+            "absent": counted[Phase.ABSENT] + self.unknown,
+        }
+
+
+class PrefetchOrders:
+    """The orders of one manager.
+
+    Args:
+        blocks_max: Returns how many blocks orders may hold or load at a time.
+        end_request: Ends a request of the manager.
+
+    Attributes:
+        wake: Called, on any thread, when the manager's thread has something to do.
+    """
+
+    def __init__(
+        self,
+        rows: PrimaryRows,
+        promotions: Promotions,
+        search: Search,
+        requests: RequestTable,
+        blocks_max: Callable[[], int],
+        end_request: Callable[[RequestState], None],
+    ) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self.outcomes = dict.fromkeys(("used", "unused", "refused"), 0)
+        self._rows, self._promotions, self._search, self._requests = rows, promotions, search, requests
+        self._blocks_max, self._end_request = blocks_max, end_request
+        self._inbox: deque[PrefetchOrder | str] = deque()  # any thread appends: an order, or the name of one to end
+        self._orders: dict[PrefetchOrder, RequestState] = {}
+        self._by_name: dict[str, PrefetchOrder] = {}
+        self._held: dict[OffloadKey, list[PrefetchOrder]] = {}
+        """The orders that hold each block, the oldest block first."""
+        self._begun: set[OffloadKey] = set()  # blocks whose loads orders have begun, and that have not ended
+        self._loaded: set[OffloadKey] = set()  # held blocks that were loaded for orders
+        self._is_loading = False  # whether an order takes a row now: no other order gives way to it
+        self._cost = EngineCost()  # infinite: a load is worth its wait, since nobody waits for it
+        promotions.give_way = rows.give_way = self._give_way
+
+    # Any thread.
+
+    def give(self, order: PrefetchOrder) -> None:
+        """Begin an order."""
+        self._inbox.append(order)
+        self.wake()
+
+    def drop(self, name: str) -> None:
+        """End an order: its blocks are held no more."""
+        self._inbox.append(name)
+        self.wake()
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is an order, or one to take."""
+        return bool(self._orders or self._inbox)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step does more than to wait for the end of orders."""
+        return bool(self._inbox) or any(order.asked or order.found or order.loading for order in list(self._orders))
+
+    # The manager's thread.
+
+    def act(self, now_s: float) -> None:
+        """Go on with all orders, at the end of a step."""
+        STEP.begin()
+        self._take()
+        for order in [each for each in self._orders if each.until_s <= now_s]:
+            self._end(order)
+        left = KEYS_A_STEP
+        for order, state in self._orders.items():
+            self._note_loads(order, state)
+            if left and order.asked:
+                left -= self._ask(order, state, left)
+        self._load()
+
+    def use(self, keys: Collection[OffloadKey]) -> None:
+        """Note that a request loads blocks. The caller has pinned them."""
+        for key in self._held.keys() & keys:
+            self._release(key, Phase.USED, "used")
+
+    def clear(self) -> None:
+        """End all orders, before the cache is reset."""
+        for order in list(self._orders):
+            self._end(order)
+
+    def _take(self) -> None:
+        while self._inbox:
+            given = self._inbox.popleft()
+            if isinstance(given, str):
+                if given in self._by_name:
+                    self._end(self._by_name[given])
+                continue
+            if self._rows.recent is None:
+                self._rows.recent = RecentUses()
+            state = self._requests.state_of(ReqContext(f"\0prefetch {given.name}"))
+            state.cost, state.loads.order = self._cost, given
+            given.uses_before = self._rows.recent.number
+            given.asked.extend(given.keys)
+            self._orders[given] = state
+            self._by_name[given.name] = given
+
+    def _end(self, order: PrefetchOrder) -> None:
+        state = self._orders.pop(order)
+        del self._by_name[order.name]
+        order.is_ended = True
+        for key in [key for key, phase in order.phases.items() if phase is Phase.IN_MEMORY]:
+            holders = self._held[key]
+            holders.remove(order)
+            if not holders:
+                del self._held[key]
+                self._count(key, "unused")
+        for key in order.loading & self._begun:  # its load ends, and no order holds the block
+            self._begun.discard(key)
+            self.outcomes["unused"] += 1
+        order.loading.clear()
+        order.found.clear()
+        order.asked.clear()
+        if self._requests.states.get(state.req_context.req_id) is state:
+            self._end_request(state)
+        if not self._orders:
+            self._rows.recent = None
+
+    def _release(self, key: OffloadKey, phase: Phase, outcome: str) -> None:
+        """Hold a block no longer, for all orders."""
+        for order in self._held.pop(key):
+            order.phases[key] = phase
+            self._promotions.release(self._orders[order], (key,))
+        self._count(key, outcome)
+
+    def _count(self, key: OffloadKey, outcome: str) -> None:
+        """Count the outcome of a block that no order holds any more, if it was loaded for one."""
+        if key in self._loaded:
+            self._loaded.discard(key)
+            self.outcomes[outcome] += 1
+
+    def _ask(self, order: PrefetchOrder, state: RequestState, keys_max: int) -> int:
+        """Look up the next blocks of an order; return how many."""
+        keys = [order.asked.popleft() for _ in range(min(keys_max, len(order.asked)))]
+        with self._search.ahead(state):
+            for key in keys:
+                row = self._rows.index.get(key)
+                if row is not None and row >= 0:
+                    self._keep(key, row, order, state)
+                    continue
+                answer = self._search.below(key, row, state.req_context)
+                if answer is False:
+                    order.phases[key] = Phase.ABSENT
+                elif key in state.loads.promoting:  # another request's promotion
+                    order.loading.add(key)
+                elif key not in order.found:
+                    order.asked.append(key)  # a tier has not answered, or an engine writes the block
+        return len(keys)
+
+    def _keep(self, key: OffloadKey, row: int, order: PrefetchOrder, state: RequestState) -> None:
+        """Hold a block that is in memory already."""
+        if self._room() > 0:
+            self._promotions.keep(key, row, state)
+        self._note_held(key, order, state)
+
+    def _note_held(self, key: OffloadKey, order: PrefetchOrder, state: RequestState) -> None:
+        is_held = key in state.loads.held
+        if is_held:
+            state.loads.held_until_s = order.until_s
+            self._held.setdefault(key, []).append(order)
+        order.phases[key] = Phase.IN_MEMORY if is_held else Phase.REFUSED
+
+    def _note_loads(self, order: PrefetchOrder, state: RequestState) -> None:
+        """Note which loads of an order have ended."""
+        for key in [key for key in order.loading if key not in state.loads.promoting]:
+            order.loading.discard(key)
+            if key not in state.loads.held:
+                order.phases[key] = Phase.ABSENT
+                self._begun.discard(key)
+                continue
+            self._note_held(key, order, state)
+            if key in self._begun:
+                self._begun.discard(key)
+                self._loaded.add(key)
+
+    def _load(self) -> None:
+        """Begin a small load in each tier that has no other load in flight."""
+        sizes: dict[GuardedTier, int] = {}
+        spared: int | None = None
+        """The rows that were used since this number are not evicted in this step."""
+        for order, state in self._orders.items():
+            if not order.found:
+                continue
+            state.chain = RequestChain()  # of this part only: an order may be long
+            for key, guarded in list(order.found.items()):
+                if guarded not in sizes:
+                    is_busy = guarded.loads.blocks or guarded.loads.reserved_blocks
+                    sizes[guarded] = 0 if is_busy else self._job_blocks(guarded)
+                if sizes[guarded] <= 0:
+                    continue
+                if self._room() <= 0 or self._promotions.is_full or guarded.load_room() <= 0:
+                    return
+                sizes[guarded] -= 1
+                del order.found[key]
+                if key in self._rows.index:  # a request has stored or promoted it meanwhile
+                    order.asked.append(key)
+                    continue
+                if spared is None or order.uses_before < spared:  # later orders were taken later
+                    spared = order.uses_before if self._rows.spare_since(order.uses_before) else None
+                self._begin(key, guarded, order, state, may_evict=spared is not None)
+
+    def _begin(
+        self, key: OffloadKey, guarded: GuardedTier, order: PrefetchOrder, state: RequestState, *, may_evict: bool
+    ) -> None:
+        if may_evict or self._rows.backend.get_num_free_blocks():
+            self._is_loading = True
+            self._promotions.begin(key, guarded, state)
+            self._is_loading = False
+        if key in state.loads.promoting:
+            order.phases[key] = Phase.COMING
+            order.loading.add(key)
+            self._begun.add(key)
+        else:
+            order.phases[key] = Phase.REFUSED
+            self.outcomes["refused"] += 1
+
+    def _job_blocks(self, guarded: GuardedTier) -> int:
+        if not guarded.pace.is_known:
+            return JOB_BLOCKS_MAX // 4
+        return max(1, min(JOB_BLOCKS_MAX, guarded.pace.blocks_in(JOB_S)))
+
+    def _room(self) -> int:
+        """Return how many more blocks the orders may hold or load."""
+        return self._blocks_max() - len(self._held) - sum(len(order.loading) for order in self._orders)
+
+    def _give_way(self, blocks: int) -> bool:
+        """Let go of held blocks, the oldest first, because a request lacks room; return whether there were any."""
+        if self._is_loading:
+            return False
+        keys = list(islice(self._held, blocks))
+        for key in keys:
+            self._release(key, Phase.REFUSED, "unused")
+        return bool(keys)
