@@ -32,6 +32,11 @@ PRINTED: dict[str, list[str]] = {
         "40 blocks stored: {'CPU': 16, 'nvme': 40}",
         "after a reset: {}",
     ],
+    "router.py": [
+        "brought to memory: 2",
+        "served by: {'cpu': 2}",
+        "used: 2",
+    ],
     "async_stack.py": [
         "summary: 0 of 3 blocks found",
         "who: 2 of 3 blocks found",

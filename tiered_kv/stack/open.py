@@ -161,7 +161,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             undo.callback(self.secondary_tiers.clear)  # the manager shuts them down, and ends their threads
             undo.callback(manager.shutdown, 0.0)
             super().__init__(manager, backend.region)
-            if self.server is not None:
+            if self.server is not None and config.metrics is not None:
                 from tiered_kv.stack.exporters.server import prefetch_of, routes_of
 
                 observed = {config.identity.digest.hex(): self.observed()}

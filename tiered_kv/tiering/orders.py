@@ -316,7 +316,7 @@ class PrefetchOrders:
     def _job_blocks(self, guarded: GuardedTier) -> int:
         if not guarded.pace.is_known:
             return JOB_BLOCKS_MAX // 4
-        return max(1, min(JOB_BLOCKS_MAX, guarded.pace.blocks_in(JOB_S)))
+        return max(1, guarded.pace.blocks_in(JOB_S, JOB_BLOCKS_MAX))
 
     def _room(self) -> int:
         """Return how many more blocks the orders may hold or load."""

@@ -175,9 +175,12 @@ class Pace:
             first, end = (middle, end) if is_worth(middle) else (first, middle)
         return first if first >= CUT_BLOCKS_MIN else 0
 
-    def blocks_in(self, seconds: float) -> int:
-        """Return how many blocks a load brings in so many seconds, if nothing else is in flight; 0 if not known."""
-        return int((seconds - self._load_s) / self._block_s) if self.is_known and self._block_s > 0 else 0
+    def blocks_in(self, seconds: float, blocks_max: int) -> int:
+        """Return how many blocks a load alone brings in so many seconds, at most `blocks_max`."""
+        left_s = seconds - self._load_s
+        if left_s <= 0:
+            return 0
+        return blocks_max if left_s >= blocks_max * self._block_s else int(left_s / self._block_s)
 
     def tries(self, now_s: float) -> bool:
         """Return whether a try is due: a load that is too slow, to measure the tier again. No request waits for it."""

@@ -22,6 +22,7 @@ _KEY_BYTES_MIN: Final = 12
 _SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
 """An odd number whose products are spread evenly: 2**64 divided by the golden ratio (Knuth, TAOCP 3, 6.4)."""
 Names = NDArray[np.uint64]
+Places = NDArray[np.int64]
 
 
 class KeyNames:
@@ -44,12 +45,22 @@ class KeyNames:
             hashes = np.ascontiguousarray(table[:, -12:-4]).view(">u8")[:, 0].astype(np.uint64)
             groups = np.ascontiguousarray(table[:, -4:]).view(">u4")[:, 0].astype(np.uint64)
             names, places = self._placed(hashes, groups)
-            known = (self._names[places] == names[:, None]) & (self._sizes[places] > 0)
-            ways = np.where(known.any(1), known.argmax(1), (self._turn + np.arange(len(names))) % _WAYS)
-            self._turn = (self._turn + len(names)) % _WAYS
-            self._names[places, ways] = names
-            self._keys[places, ways, :size] = table
-            self._sizes[places, ways] = size
+            left = np.arange(len(names))
+            while len(left):  # one key of each place at a time: two of a place get two ways
+                first = left[np.unique(places[left], return_index=True)[1]]
+                self._write(names[first], places[first], table[first])
+                left = left[~np.isin(left, first)]
+
+    def _write(self, names: Names, places: Places, keys: NDArray[np.uint8]) -> None:
+        """Write keys of distinct places, over themselves, into an empty way, or over each way in turn."""
+        used = self._sizes[places] > 0
+        known = used & (self._names[places] == names[:, None])
+        ways = np.where(used.all(1), self._turn, used.argmin(1))
+        ways = np.where(known.any(1), known.argmax(1), ways)
+        self._turn = (self._turn + 1) % _WAYS
+        size = keys.shape[1]
+        self._names[places, ways], self._sizes[places, ways] = names, size
+        self._keys[places, ways, :size] = keys
 
     def find(self, hashes: Sequence[int], group: int) -> list[OffloadKey | None]:
         """Return the key of each block by the last 64 bits of its hash; None if it is not known."""
@@ -63,7 +74,7 @@ class KeyNames:
             found.append(key if is_same else None)
         return found
 
-    def _placed(self, hashes: Names, groups: Names) -> tuple[Names, NDArray[np.int64]]:
+    def _placed(self, hashes: Names, groups: Names) -> tuple[Names, Places]:
         names = hashes ^ (groups * _SPREAD)
         return names, ((names * _SPREAD) >> self._shift).astype(np.int64)
 

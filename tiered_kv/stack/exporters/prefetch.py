@@ -13,8 +13,9 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from email.message import Message as Headers
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,7 +51,7 @@ class PrefetchPages:
         """Guards `_orders`; never held for longer than a pass over them."""
         self._orders: dict[str, tuple[PrefetchOrder, PrefetchOrders]] = {}
 
-    def refusal(self, host: str, headers: Mapping[str, str]) -> Answer | None:
+    def refusal(self, host: str, headers: Headers) -> Answer | None:
         """Return why a caller is not heard; None if it is. `host` is the address at which the server listens."""
         if self._token is not None:
             given = headers.get("Authorization", "").removeprefix("Bearer ").strip()
@@ -62,7 +63,7 @@ class PrefetchPages:
             return None
         return _error(HTTPStatus.FORBIDDEN, "only callers on loopback are heard without metrics.token: set it")
 
-    def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+    def answer(self, method: str, path: str, headers: Headers, body: bytes) -> Answer:
         """Answer a call that `refusal` lets through."""
         name = path.removeprefix(PATH).strip("/")
         if method == "POST" and not name:

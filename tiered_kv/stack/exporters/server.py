@@ -267,7 +267,10 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             refused = prefetch.refusal(self.server.socket.getsockname()[0], self.headers)
             if refused is None and body is None:
-                refused = HTTPStatus.CONTENT_TOO_LARGE, {"error": f"expected a body of up to {BODY_BYTES_MAX} bytes"}
+                refused = (
+                    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                    {"error": f"expected a body of up to {BODY_BYTES_MAX} bytes"},
+                )
             status, answer = refused or prefetch.answer(self.command, self._path, self.headers, body or b"")
         except ConfigError as error:
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
