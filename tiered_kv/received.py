@@ -43,15 +43,21 @@ class Received:
 
 def count_load(
     counts: LoadCounts, groups: list[bytes], keys: Collection[OffloadKey], sources: Mapping[OffloadKey, str]
-) -> None:
-    """Add a load of `keys`, whose groups are `groups`; `sources` has the tiers of promoted blocks."""
-    if groups and groups.count(groups[0]) == len(groups):  # hot path: no tuple for each block
+) -> bool:
+    """Add a load of `keys`, whose groups are `groups`; `sources` has the tiers of promoted blocks.
+
+    Returns:
+        Whether all blocks are of one group.
+    """
+    is_one_group = bool(groups) and groups.count(groups[0]) == len(groups)
+    if is_one_group:  # hot path: no tuple for each block
         of_tier = Counter(map(sources.get, keys, repeat(CPU))) if sources else {CPU: len(groups)}
         found: Iterable[tuple[tuple[bytes, str], int]] = (((groups[0], tier), of_tier[tier]) for tier in of_tier)
     else:
         found = Counter(zip(groups, map(sources.get, keys, repeat(CPU)), strict=True)).items()
     for each, count in found:
         counts[each] = counts.get(each, 0) + count
+    return is_one_group
 
 
 def received_of(counts: LoadCounts, waited_s: float, block_tokens: int) -> Received:

@@ -315,8 +315,7 @@ class PrimaryAccount:
             self._history.loaded(log, keys, sources)
         self._loaded_blocks += len(keys)
         groups = groups_of(keys)
-        count_load(counts, groups, keys, sources)
-        if groups and groups.count(groups[0]) == len(groups):  # hot path: `update` takes twice as long
+        if count_load(counts, groups, keys, sources):  # hot path: `update` takes twice as long
             self._loaded_by_group[groups[0]] += len(groups)
         else:
             self._loaded_by_group.update(groups)

@@ -105,6 +105,8 @@ class PrefetchOrders:
 
     Attributes:
         wake: Called, on any thread, when the manager's thread has something to do.
+        exist: Whether there is an order, or one to take. An attribute, since each step and each load reads it.
+        outcomes: The metric `prefetched_blocks_total`.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class PrefetchOrders:
         end_request: Callable[[RequestState], None],
     ) -> None:
         self.wake: Callable[[], None] = lambda: None
+        self.exist = False
         self.outcomes = dict.fromkeys(("used", "unused", "refused"), 0)
         self._rows, self._promotions, self._search, self._requests = rows, promotions, search, requests
         self._blocks_max, self._end_request = blocks_max, end_request
@@ -136,17 +139,14 @@ class PrefetchOrders:
     def give(self, order: PrefetchOrder) -> None:
         """Begin an order."""
         self._inbox.append(order)
+        self.exist = True
         self.wake()
 
     def drop(self, name: str) -> None:
         """End an order: its blocks are held no more."""
         self._inbox.append(name)
+        self.exist = True
         self.wake()
-
-    @property
-    def exist(self) -> bool:
-        """Whether there is an order, or one to take."""
-        return bool(self._orders or self._inbox)
 
     @property
     def has_work(self) -> bool:
@@ -167,6 +167,9 @@ class PrefetchOrders:
             if left and order.asked:
                 left -= self._ask(order, state, left)
         self._load()
+        if not self._orders:
+            self.exist = False
+            self.exist = bool(self._inbox)  # in this order: another thread appends, and then sets it
 
     def use(self, keys: Collection[OffloadKey]) -> None:
         """Note that a request loads blocks. The caller has pinned them."""
