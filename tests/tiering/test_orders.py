@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.recent_uses import KEPT_ROWS_MAX, RecentUses
-from tiered_kv.tiering.orders import JOB_BLOCKS_MAX, KEYS_A_STEP, ORDER_BLOCKS_MAX, PrefetchOrder
+from tiered_kv.tiering.orders import JOB_BLOCKS_MAX, KEYS_A_TURN, ORDER_BLOCKS_MAX, TURNS_A_STEP, PrefetchOrder
 from tiered_kv.tiering.requests import ManagerLimits
 
 FIRST_JOB = JOB_BLOCKS_MAX // 4
@@ -273,10 +273,35 @@ def test_a_long_order_costs_each_step_little(make_bench: MakeBench) -> None:
     order = give(bench, *range(ORDER_BLOCKS_MAX))
     for number in range(1, 5):
         bench.step()
-        assert len(bench.tier.asked) == number * KEYS_A_STEP
+        assert len(bench.tier.asked) == number * KEYS_A_TURN * TURNS_A_STEP
     bench.manager.orders.drop(order.name)
     bench.step()
-    assert len(bench.tier.asked) == 4 * KEYS_A_STEP
+    assert len(bench.tier.asked) == 4 * KEYS_A_TURN * TURNS_A_STEP
+
+
+def test_a_long_order_does_not_keep_a_short_one_waiting(bench: Bench) -> None:
+    bench.tier.present = {}
+    give(bench, *range(ORDER_BLOCKS_MAX))
+    order = give(bench, -1)
+    bench.step()
+    assert counted(order) == {"absent": 1}
+
+
+def test_a_load_that_never_ends_and_ended_orders_leave_nothing_waiting(bench: Bench) -> None:
+    bench.tier.has(*range(100))
+    give(bench, 1)
+    bench.step()
+    assert bench.jobs == [keys(1)]
+    for _ in range(50):
+        order = give(bench, *range(2, 40))
+        bench.step()
+        bench.manager.orders.drop(order.name)
+        bench.step()
+    orders = bench.manager.orders
+    assert not any(orders._found.values())
+    assert not orders._asking
+    assert len(orders._orders) == 1
+    assert not orders.has_work or orders._loading
 
 
 def test_without_orders_nothing_is_noted(bench: Bench) -> None:

@@ -39,8 +39,12 @@ ORDER_BLOCKS_MAX: Final = 4096
 """Limit of the blocks of one order."""
 KEYS_MAX: Final = 1 << 16
 """Limit of the blocks of all orders."""
-KEYS_A_STEP: Final = 64
-"""Blocks that are looked up in a step, for all orders together."""
+KEYS_A_TURN: Final = 16
+"""Blocks of one order that are looked up before those of the next one."""
+TURNS_A_STEP: Final = 4
+"""How often that is done in a step."""
+CHECK_S: Final = 0.05
+"""How often the ends of orders are looked for, in seconds."""
 JOB_S: Final = 0.005
 """How long a job of an order may take, by the tier's pace: a request's load may have to wait for it."""
 JOB_BLOCKS_MAX: Final = 32
@@ -81,7 +85,7 @@ class PrefetchOrder:
     is_ended: bool = False
     asked: deque[OffloadKey] = field(default_factory=deque)  # not looked up yet, or without an answer
     found: dict[OffloadKey, GuardedTier] = field(default_factory=dict)
-    """Blocks that a tier has, and that wait to be loaded."""
+    """Blocks that a tier has said to have in the lookups that are made now."""
     loading: set[OffloadKey] = field(default_factory=set)
     uses_before: int = 0
     """What `RecentUses.number` was when the order was taken."""
@@ -106,6 +110,7 @@ class PrefetchOrders:
     Attributes:
         wake: Called, on any thread, when the manager's thread has something to do.
         exist: Whether there is an order, or one to take. An attribute, since each step and each load reads it.
+        has_work: Whether the next step may do more than to wait: for a job's end, for room, or for the end of orders.
         outcomes: The metric `prefetched_blocks_total`.
     """
 
@@ -119,13 +124,19 @@ class PrefetchOrders:
         end_request: Callable[[RequestState], None],
     ) -> None:
         self.wake: Callable[[], None] = lambda: None
-        self.exist = False
+        self.exist = self.has_work = False
         self.outcomes = dict.fromkeys(("used", "unused", "refused"), 0)
         self._rows, self._promotions, self._search, self._requests = rows, promotions, search, requests
         self._blocks_max, self._end_request = blocks_max, end_request
         self._inbox: deque[PrefetchOrder | str] = deque()  # any thread appends: an order, or the name of one to end
         self._orders: dict[PrefetchOrder, RequestState] = {}
         self._by_name: dict[str, PrefetchOrder] = {}
+        self._asking: deque[PrefetchOrder] = deque()  # with blocks to look up; each has a turn
+        self._found: dict[GuardedTier, dict[PrefetchOrder, deque[OffloadKey]]] = {}
+        """The blocks of each order that a tier has, and that wait to be loaded; none is empty."""
+        self._loading: dict[PrefetchOrder, None] = {}  # with blocks that are being loaded
+        self._loading_blocks = 0  # of all orders
+        self._check_s = 0.0  # when the ends of orders are looked for
         self._held: dict[OffloadKey, list[PrefetchOrder]] = {}
         """The orders that hold each block, the oldest block first."""
         self._begun: set[OffloadKey] = set()  # blocks whose loads orders have begun, and that have not ended
@@ -139,19 +150,14 @@ class PrefetchOrders:
     def give(self, order: PrefetchOrder) -> None:
         """Begin an order."""
         self._inbox.append(order)
-        self.exist = True
+        self.exist = self.has_work = True
         self.wake()
 
     def drop(self, name: str) -> None:
         """End an order: its blocks are held no more."""
         self._inbox.append(name)
-        self.exist = True
+        self.exist = self.has_work = True
         self.wake()
-
-    @property
-    def has_work(self) -> bool:
-        """Whether the next step does more than to wait for the end of orders."""
-        return bool(self._inbox) or any(order.asked or order.found or order.loading for order in list(self._orders))
 
     # The manager's thread.
 
@@ -159,17 +165,19 @@ class PrefetchOrders:
         """Go on with all orders, at the end of a step."""
         STEP.begin()
         self._take()
-        for order in [each for each in self._orders if each.until_s <= now_s]:
-            self._end(order)
-        left = KEYS_A_STEP
-        for order, state in self._orders.items():
-            self._note_loads(order, state)
-            if left and order.asked:
-                left -= self._ask(order, state, left)
-        self._load()
-        if not self._orders:
-            self.exist = False
-            self.exist = bool(self._inbox)  # in this order: another thread appends, and then sets it
+        if now_s >= self._check_s:
+            self._check_s = now_s + CHECK_S
+            for order in [each for each in self._orders if each.until_s <= now_s]:
+                self._end(order)
+        for order in list(self._loading):
+            self._note_loads(order, self._orders[order])
+        self._ask_some()
+        has_room = self._load()
+        # In this order: another thread appends to the inbox, and then sets both.
+        self.exist = bool(self._orders)
+        self.has_work = bool(self._asking or self._loading or (self._found and has_room))
+        if self._inbox:
+            self.exist = self.has_work = True
 
     def use(self, keys: Collection[OffloadKey]) -> None:
         """Note that a request loads blocks. The caller has pinned them."""
@@ -194,6 +202,7 @@ class PrefetchOrders:
             state.cost, state.loads.order = self._cost, given
             given.uses_before = self._rows.recent.number
             given.asked.extend(given.keys)
+            self._asking.append(given)
             self._orders[given] = state
             self._by_name[given.name] = given
 
@@ -210,8 +219,11 @@ class PrefetchOrders:
         for key in order.loading & self._begun:  # its load ends, and no order holds the block
             self._begun.discard(key)
             self.outcomes["unused"] += 1
+        self._loading_blocks -= len(order.loading)
+        self._loading.pop(order, None)
+        for waiting in self._found.values():
+            waiting.pop(order, None)
         order.loading.clear()
-        order.found.clear()
         order.asked.clear()
         if self._requests.states.get(state.req_context.req_id) is state:
             self._end_request(state)
@@ -231,9 +243,17 @@ class PrefetchOrders:
             self._loaded.discard(key)
             self.outcomes[outcome] += 1
 
-    def _ask(self, order: PrefetchOrder, state: RequestState, keys_max: int) -> int:
-        """Look up the next blocks of an order; return how many."""
-        keys = [order.asked.popleft() for _ in range(min(keys_max, len(order.asked)))]
+    def _ask_some(self) -> None:
+        for _ in range(TURNS_A_STEP):
+            order = self._asking.popleft() if self._asking else None
+            if order is not None and not order.is_ended:
+                self._ask(order, self._orders[order])
+                if order.asked:
+                    self._asking.append(order)
+
+    def _ask(self, order: PrefetchOrder, state: RequestState) -> None:
+        """Look up the next blocks of an order."""
+        keys = [order.asked.popleft() for _ in range(min(KEYS_A_TURN, len(order.asked)))]
         with self._search.ahead(state):
             for key in keys:
                 row = self._rows.index.get(key)
@@ -244,10 +264,17 @@ class PrefetchOrders:
                 if answer is False:
                     order.phases[key] = Phase.ABSENT
                 elif key in state.loads.promoting:  # another request's promotion
-                    order.loading.add(key)
+                    self._begin_load(key, order)
                 elif key not in order.found:
                     order.asked.append(key)  # a tier has not answered, or an engine writes the block
-        return len(keys)
+        for key, guarded in order.found.items():
+            self._found.setdefault(guarded, {}).setdefault(order, deque()).append(key)
+        order.found.clear()
+
+    def _begin_load(self, key: OffloadKey, order: PrefetchOrder) -> None:
+        order.loading.add(key)
+        self._loading[order] = None
+        self._loading_blocks += 1
 
     def _keep(self, key: OffloadKey, row: int, order: PrefetchOrder, state: RequestState) -> None:
         """Hold a block that is in memory already."""
@@ -266,6 +293,7 @@ class PrefetchOrders:
         """Note which loads of an order have ended."""
         for key in [key for key in order.loading if key not in state.loads.promoting]:
             order.loading.discard(key)
+            self._loading_blocks -= 1
             if key not in state.loads.held:
                 order.phases[key] = Phase.ABSENT
                 self._begun.discard(key)
@@ -274,43 +302,48 @@ class PrefetchOrders:
             if key in self._begun:
                 self._begun.discard(key)
                 self._loaded.add(key)
+        if not order.loading:
+            del self._loading[order]
 
-    def _load(self) -> None:
-        """Begin a small load in each tier that has no other load in flight."""
-        sizes: dict[GuardedTier, int] = {}
+    def _load(self) -> bool:
+        """Begin a small load in each tier that has no other load in flight; return whether orders have room."""
         spared: int | None = None
         """The rows that were used since this number are not evicted in this step."""
-        for order, state in self._orders.items():
-            if not order.found:
-                continue
-            state.chain = RequestChain()  # of this part only: an order may be long
-            for key, guarded in list(order.found.items()):
-                if guarded not in sizes:
-                    is_busy = guarded.loads.blocks or guarded.loads.reserved_blocks
-                    sizes[guarded] = 0 if is_busy else self._job_blocks(guarded)
-                if sizes[guarded] <= 0:
-                    continue
+        chains: dict[PrefetchOrder, RequestChain] = {}  # of this step's part only: an order may be long
+        for guarded, waiting in list(self._found.items()):
+            blocks = 0 if guarded.loads.blocks or guarded.loads.reserved_blocks else self._job_blocks(guarded)
+            while waiting and blocks > 0:
                 if self._room() <= 0 or self._promotions.is_full or guarded.load_room() <= 0:
-                    return
-                sizes[guarded] -= 1
-                del order.found[key]
+                    return False
+                order, keys = next(iter(waiting.items()))
+                key = keys.popleft()
+                if not keys:
+                    del waiting[order]
                 if key in self._rows.index:  # a request has stored or promoted it meanwhile
                     order.asked.append(key)
+                    if len(order.asked) == 1:
+                        self._asking.append(order)
                     continue
-                if spared is None or order.uses_before < spared:  # later orders were taken later
+                may_evict = self._rows.backend.get_num_free_blocks() > 0
+                if not may_evict and (spared is None or order.uses_before < spared):
                     spared = order.uses_before if self._rows.spare_since(order.uses_before) else None
-                self._begin(key, guarded, order, state, may_evict=spared is not None)
+                blocks -= 1
+                state = self._orders[order]
+                state.chain = chains.setdefault(order, RequestChain())
+                self._begin(key, guarded, order, state, may_evict=may_evict or spared is not None)
+            if not waiting:
+                del self._found[guarded]
+        return True
 
     def _begin(
         self, key: OffloadKey, guarded: GuardedTier, order: PrefetchOrder, state: RequestState, *, may_evict: bool
     ) -> None:
-        if may_evict or self._rows.backend.get_num_free_blocks():
+        if may_evict:
             self._is_loading = True
             self._promotions.begin(key, guarded, state)
             self._is_loading = False
         if key in state.loads.promoting:
-            order.phases[key] = Phase.COMING
-            order.loading.add(key)
+            self._begin_load(key, order)
             self._begun.add(key)
         else:
             order.phases[key] = Phase.REFUSED
@@ -323,7 +356,7 @@ class PrefetchOrders:
 
     def _room(self) -> int:
         """Return how many more blocks the orders may hold or load."""
-        return self._blocks_max() - len(self._held) - sum(len(order.loading) for order in self._orders)
+        return self._blocks_max() - len(self._held) - self._loading_blocks
 
     def _give_way(self, blocks: int) -> bool:
         """Let go of held blocks, the oldest first, because a request lacks room; return whether there were any."""
