@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.recent_uses import KEPT_ROWS_MAX, RecentUses
-from tiered_kv.tiering.orders import JOB_BLOCKS_MAX, KEYS_A_TURN, ORDER_BLOCKS_MAX, TURNS_A_STEP, PrefetchOrder
+from tiered_kv.tiering.orders import JOB_BLOCKS, KEYS_A_TURN, ORDER_BLOCKS_MAX, TURNS_A_STEP, PrefetchOrder
 from tiered_kv.tiering.requests import ManagerLimits
 
-FIRST_JOB = JOB_BLOCKS_MAX // 4
+FIRST_JOB = JOB_BLOCKS[0]
 _names = itertools.count()
 
 
@@ -96,6 +96,21 @@ def test_a_block_takes_no_row_before_its_load_is_submitted(make_bench: MakeBench
     assert before - bench.free == FIRST_JOB
     end_all(bench)
     assert counted(order) == {"in_memory": 30}
+
+
+def test_jobs_grow_while_they_end_within_a_step_and_shrink_once_they_do_not(make_bench: MakeBench) -> None:
+    bench = make_bench(num_blocks=512, limits=limits(400, 300))
+    bench.tier.has(*range(300))
+    give(bench, *range(300))
+    for _ in range(20):  # the blocks are looked up
+        bench.step()
+    sizes = []
+    for steps in (0, 0, 0, 2, 2, 0):
+        sizes.append(len(bench.jobs[0]))
+        for _ in range(steps):
+            bench.step()
+        bench.end()
+    assert sizes == [4, 4, 8, 16, 8, 4], "the first one waited while the blocks were looked up"
 
 
 def test_a_lookup_that_a_tier_answers_late_takes_no_row(bench: Bench) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-KEPT_ROWS_MAX: Final = 8192
+KEPT_ROWS_MAX: Final = 2048
 """Rows that are remembered. A prefetch that was asked for before them evicts nothing."""
 
 

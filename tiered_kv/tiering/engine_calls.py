@@ -297,10 +297,11 @@ class EngineCalls(CacheManager):
         began_s = self._clock()
         if self._prefetches.running:
             self._prefetches.ask()
-        if self.orders.exist:
-            self.orders.act(began_s)
         self._submit()
         self._collect()
+        if self.orders.exist:  # after the step's requests, and the ends of jobs
+            self.orders.act(began_s)
+            self._promotions.submit()
         self.primary.end_step()
         if self._has_event_sink:
             self._account.publish()

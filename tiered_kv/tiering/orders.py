@@ -45,10 +45,11 @@ TURNS_A_STEP: Final = 4
 """How often that is done in a step."""
 CHECK_S: Final = 0.05
 """How often the ends of orders are looked for, in seconds."""
-JOB_S: Final = 0.005
-"""How long a job of an order may take, by the tier's pace: a request's load may have to wait for it."""
-JOB_BLOCKS_MAX: Final = 32
-"""Limit of the blocks of such a job; while the pace is not known, a quarter of it."""
+JOB_S: Final = 0.01
+"""How long a job of orders may take, by the tier's pace: a request's load may have to wait for it."""
+JOB_BLOCKS: Final = (4, 64)
+"""Blocks of such a job, at least and at most. Each job that has ended by the next step doubles the size of the next
+one, and each that has not halves it: requests submit their loads at the ends of steps, too."""
 UNTIL_S_MAX: Final = 60.0
 """How long an order may last, in seconds."""
 
@@ -136,6 +137,9 @@ class PrefetchOrders:
         """The blocks of each order that a tier has, and that wait to be loaded; none is empty."""
         self._loading: dict[PrefetchOrder, None] = {}  # with blocks that are being loaded
         self._loading_blocks = 0  # of all orders
+        self._jobs: dict[GuardedTier, tuple[int, int]] = {}
+        """The size of each tier's last job of orders, and the step in which it began."""
+        self._step = 0
         self._check_s = 0.0  # when the ends of orders are looked for
         self._held: dict[OffloadKey, list[PrefetchOrder]] = {}
         """The orders that hold each block, the oldest block first."""
@@ -164,6 +168,7 @@ class PrefetchOrders:
     def act(self, now_s: float) -> None:
         """Go on with all orders, at the end of a step."""
         STEP.begin()
+        self._step += 1
         self._take()
         if now_s >= self._check_s:
             self._check_s = now_s + CHECK_S
@@ -350,9 +355,13 @@ class PrefetchOrders:
             self.outcomes["refused"] += 1
 
     def _job_blocks(self, guarded: GuardedTier) -> int:
-        if not guarded.pace.is_known:
-            return JOB_BLOCKS_MAX // 4
-        return max(1, guarded.pace.blocks_in(JOB_S, JOB_BLOCKS_MAX))
+        """Return the size of the next job of a tier that has no load in flight."""
+        least, most = JOB_BLOCKS
+        size, step = self._jobs.get(guarded, (least, self._step))
+        if step < self._step:  # it has had a job since the size was found
+            size = min(most, 2 * size) if step == self._step - 1 else max(least, size // 2)
+        self._jobs[guarded] = size, self._step
+        return max(least, min(size, guarded.pace.blocks_in(JOB_S, most))) if guarded.pace.is_known else size
 
     def _room(self) -> int:
         """Return how many more blocks the orders may hold or load."""

@@ -176,11 +176,8 @@ class Pace:
         return first if first >= CUT_BLOCKS_MIN else 0
 
     def blocks_in(self, seconds: float, blocks_max: int) -> int:
-        """Return how many blocks a load alone brings in so many seconds, at most `blocks_max`."""
-        left_s = seconds - self._load_s
-        if left_s <= 0:
-            return 0
-        return blocks_max if left_s >= blocks_max * self._block_s else int(left_s / self._block_s)
+        """Return how many blocks, at most `blocks_max`, the storage moves in so many seconds, by its rate alone."""
+        return blocks_max if seconds >= blocks_max * self._block_s else int(seconds / self._block_s)
 
     def tries(self, now_s: float) -> bool:
         """Return whether a try is due: a load that is too slow, to measure the tier again. No request waits for it."""
