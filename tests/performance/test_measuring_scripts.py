@@ -54,7 +54,6 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
         [f"{pair}_gb_per_s" for pair in ("nvme_to_nvme", "nvme_to_fs", "fs_to_redis")],
         [],
     ),
-    "prefetched.py --rounds 1 --prompts 2": (["without_s", "ahead_s", "useless_s", "computing_ahead_s"], []),
     "prefetched.py --prompts 4": (["without_ms", "ahead_ms", "useless_over_without", "computing_ahead_ms"], []),
     "s3_rates.py --blocks 32 --rounds 1": (["ours_store_gb_per_s", "boto3_load_cpu_s_per_gb"], []),
     "object_rates.py --blocks 32 --rounds 1": (
