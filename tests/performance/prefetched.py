@@ -37,7 +37,7 @@ from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.tiering.orders import PrefetchOrder
+from tiered_kv.tiering.order import PrefetchOrder
 
 COMPUTE_S, DISK = 0.0005, 0.4
 BLOCK_BYTES, PROMPT_BLOCKS, PROMPTS, ROWS = 4096, 128, 64, 2048

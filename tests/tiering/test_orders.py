@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.recent_uses import KEPT_ROWS_MAX, RecentUses
-from tiered_kv.tiering.orders import JOB_BLOCKS, KEYS_A_TURN, ORDER_BLOCKS_MAX, TURNS_A_STEP, PrefetchOrder
+from tiered_kv.tiering.order import PrefetchOrder
+from tiered_kv.tiering.orders import JOB_BLOCKS, KEYS_A_TURN, ORDER_BLOCKS_MAX, TURNS_A_STEP
 from tiered_kv.tiering.requests import ManagerLimits
 
 FIRST_JOB = JOB_BLOCKS[0]

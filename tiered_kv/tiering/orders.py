@@ -15,10 +15,8 @@ request lacks it. They evict no block that a request has used since they were ta
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections import deque
+from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Final
 
@@ -28,6 +26,7 @@ from tiered_kv.cpu.recent_uses import RecentUses
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.system.step import STEP
 from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.order import Phase, PrefetchOrder
 from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
@@ -52,53 +51,6 @@ JOB_BLOCKS: Final = (4, 64)
 one, and each that has not halves it: requests submit their loads at the ends of steps, too."""
 UNTIL_S_MAX: Final = 60.0
 """How long an order may last, in seconds."""
-
-
-class Phase(Enum):
-    """What has become of a block of an order."""
-
-    COMING = auto()
-    """It waits to be looked up or loaded, or is being loaded."""
-    IN_MEMORY = auto()
-    """It is held in memory."""
-    USED = auto()
-    """A request has used it: the order holds it no more."""
-    ABSENT = auto()
-    """No tier has it, or none could load it."""
-    REFUSED = auto()
-    """There was no room for it, or a request needed the room."""
-
-
-@dataclass(slots=True, eq=False)
-class PrefetchOrder:
-    """Blocks that are wanted in memory until a time.
-
-    Any thread makes it, and reads its counts. All else belongs to the manager's thread once it was given.
-    """
-
-    name: str
-    keys: Sequence[OffloadKey]  # distinct
-    until_s: float
-    """When it ends, by the manager's clock (`time.monotonic`)."""
-    unknown: int = 0
-    """Blocks of which only 64 bits were given, and which no block here has."""
-    phases: dict[OffloadKey, Phase] = field(default_factory=dict)
-    is_ended: bool = False
-    asked: deque[OffloadKey] = field(default_factory=deque)  # not looked up yet, or without an answer
-    found: dict[OffloadKey, GuardedTier] = field(default_factory=dict)
-    """Blocks that a tier has said to have in the lookups that are made now."""
-    loading: set[OffloadKey] = field(default_factory=set)
-    uses_before: int = 0
-    """What `RecentUses.number` was when the order was taken."""
-
-    def counts(self) -> dict[str, int]:
-        """Return how many blocks are in each phase. Any thread may call."""
-        counted = Counter(list(self.phases.values()))
-        return {
-            **{phase.name.lower(): counted[phase] for phase in Phase},
-            "coming": counted[Phase.COMING] + len(self.keys) - sum(counted.values()),
-            "absent": counted[Phase.ABSENT] + self.unknown,
-        }
 
 
 class PrefetchOrders:

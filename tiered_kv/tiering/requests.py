@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.chain import RequestChain
@@ -18,10 +17,8 @@ from tiered_kv.metrics.history.ledger import RequestLog
 from tiered_kv.reasons import Fate, Reason
 from tiered_kv.received import LoadCounts
 from tiered_kv.tiering.guarded import GuardedTier
+from tiered_kv.tiering.order import PrefetchOrder
 from tiered_kv.tiering.pace import EngineCost
-
-if TYPE_CHECKING:
-    from tiered_kv.tiering.orders import PrefetchOrder
 
 STATES_MAX = 100_000
 """Limit of requests with a kept state, and of outdated ones; beyond it the oldest is forgotten."""

@@ -77,3 +77,13 @@ class FateTable:
 def hashes(keys: Sequence[OffloadKey]) -> Hashes:
     """Return Python's hash (SipHash) of each key. A key that was in a dictionary has its hash stored."""
     return np.fromiter(map(hash, keys), np.int64, len(keys)).view(np.uint64)
+
+
+def of_largest_group(rows: NDArray[np.void]) -> NDArray[np.void]:
+    """Return the rows of the KV cache group that has the most of them; they have a field `group`."""
+    groups = rows["group"]
+    if not len(groups) or (groups == groups[0]).all():  # most often
+        return rows
+    found, counts = np.unique(groups, return_counts=True)
+    largest: NDArray[np.void] = rows[groups == found[counts.argmax()]]
+    return largest

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.base import OffloadKey, group_of
-from tiered_kv.metrics.history.fates import TICKS_PER_S, Fates, FateTable, Hashes, Mask, hashes
+from tiered_kv.metrics.history.fates import TICKS_PER_S, Fates, FateTable, Hashes, Mask, hashes, of_largest_group
 from tiered_kv.metrics.history.ghosts import Ghosts
 from tiered_kv.metrics.history.names import KeyNames
 from tiered_kv.reasons import Fate, Reason
@@ -284,7 +284,7 @@ class Ledger:
             groups,
             first,
             {name: Fate(fate).label for name, fate in zip(self._numbers, because, strict=False) if fate},
-            self._by_tier(_of_largest_group(loaded)),
+            self._by_tier(of_largest_group(loaded)),
             log.waited_s,
         )
         self.ended.append(ended)
@@ -362,16 +362,6 @@ class Ledger:
                     self.table.write(digests[lost], tier, fate, tick)
         fates[fates == Fate.UNKNOWN] = Fate.ABSENT
         return fates
-
-
-def _of_largest_group(rows: Rows) -> Rows:
-    """Return the rows of the KV cache group that has the most of them."""
-    groups = rows["group"]
-    if not len(groups) or (groups == groups[0]).all():  # most often
-        return rows
-    found, counts = np.unique(groups, return_counts=True)
-    largest: Rows = rows[groups == found[counts.argmax()]]
-    return largest
 
 
 def _size_bytes(parts: Sequence[Rows]) -> int:
