@@ -27,7 +27,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from tiered_kv.cpu.key_hashes import key_hashes
-from tiered_kv.cpu.key_table import SHARDS, KeyTable, Shard, shard_of
+from tiered_kv.cpu.key_shards import SHARDS, Shard, shard_of
+from tiered_kv.cpu.key_table import KeyTable
 from tiered_kv.system.permissions import NotPrivateError, check_file
 from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.codecs import ThreadBuffer

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 
 from tiered_kv.cpu import key_table
 from tiered_kv.cpu.key_hashes import key_hash, key_hashes
-from tiered_kv.cpu.key_table import SHARDS, KeyTable
+from tiered_kv.cpu.key_shards import SHARDS, shard_of
+from tiered_kv.cpu.key_table import KeyTable
 
 # Few short keys, so that operations meet; keys of zeros, whose bytes also lie across records.
 KEYS = st.one_of(
@@ -46,7 +47,7 @@ def slots_min(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("slot_count", [0, 1, 2, 3, 4, 5, 7, 8, 9, 48, 63, 64, 511, 512, 513, 100_000])
 def test_a_window_begins_within_its_shard(slot_count: int) -> None:
-    tags, records, slots = key_table.shard_of(slot_count, 44)
+    tags, records, slots = shard_of(slot_count, 44)
     assert (len(tags), len(records)) == (slot_count, 44 * slot_count)
     assert 1 <= slots <= max(1, slot_count)
     assert slots % 2 == 1

@@ -8,7 +8,7 @@ A dictionary takes two or three objects a key, 150 to 200 B, and moves all its e
 keys are divided by their hash into `SHARDS`, each of two arrays: a tag of one byte for each slot, and a record for
 each slot, the key and its number. A key lies in one of the `WINDOW` slots from that of its hash on. So one call finds
 its tag, and a second compares the key: two or three lines of the processor's cache, a dictionary has four. A key takes
-60 to 75 B. What was measured beside it: buckets of `bytes`, as fast while they are in the cache, took twice as long for
+60 to 75 B. What was measured beside it: buckets of `bytes`, as fast while they are in the cache, took 1.2 to 2 times as long for
 a miss among millions; and every opening made an object for each bucket.
 
 Why a reader is safe: each access to an array is one call in C. A record never moves within an array. A new record is
@@ -26,13 +26,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.cpu.key_hashes import Hashes, key_hash, key_hashes
+from tiered_kv.cpu.key_shards import (
+    SHARD_MASK,
+    SHARDS,
+    TAGS,
+    WINDOW,
+    Shard,
+    places_of,
+    rows_in_order,
+    shard_number,
+    shard_of,
+    tags_of,
+)
 from tiered_kv.system.threads import run_all
 
-SHARDS: Final = 512
-"""Of ten million keys, one has 20,000. To replace it takes some 4 ms."""
-WINDOW: Final = 64
-_SHARD_MASK: Final = SHARDS - 1
-_TAGS: Final = 255  # tag 0 marks a free slot
 _SLOTS_MIN: Final = 48
 _LOAD_MAX: Final = 0.8  # of the slots. With more, some windows are full.
 _LOAD_MIN: Final = 0.7  # a shard with less does not grow if a window is full: the key goes into the dictionary
@@ -42,29 +49,6 @@ _SMALL: Final = 1 << 10  # keys of a shard that grows in larger steps
 _SPREAD: Final = 0.3
 """By up to this share shards differ in size, so that they do not all grow at about the same time."""
 _SLOTS_A_KEY_BUILT: Final = 1.35
-_CHUNK: Final = 1 << 15  # how many keys `build` moves at a time, so that they fit into the processor's cache
-
-Shard = tuple[bytearray, bytearray, int]
-"""The tag of each slot, its record, and how many slots may begin a window."""
-
-
-def shard_number(hashes: Hashes) -> Hashes:
-    """Return in which shard keys with these hashes are."""
-    numbers: Hashes = hashes & np.uint32(_SHARD_MASK)
-    return numbers
-
-
-def tags_of(hashes: Hashes) -> NDArray[np.uint8]:
-    """Return the tags of keys with these hashes."""
-    return (hashes % np.uint32(_TAGS) + np.uint32(1)).astype(np.uint8)
-
-
-def shard_of(slot_count: int, record_bytes: int) -> Shard:
-    """Return an empty shard of so many slots. Where its windows may begin follows from its size."""
-    # An odd number, at most `slot_count`: all keys of a shard have some equal bits.
-    slots = max(0, slot_count - max(1, min(WINDOW, slot_count // 8))) | 1
-    return bytearray(slot_count), bytearray(slot_count * record_bytes), slots
-
 
 _NO_SHARD: Final = shard_of(0, 0)
 
@@ -123,8 +107,8 @@ class KeyTable:
         ends = np.cumsum([len(tags) for tags, _, _ in shards])
         starts = ends - [len(tags) for tags, _, _ in shards]
         slots = np.array([each[2] for each in shards], np.uint32)
-        order, homes = _ordered(keys, hashes, starts, slots, threads)
-        places = _places(homes)
+        order, homes = rows_in_order(keys, hashes, starts, slots, threads)
+        places = places_of(homes)
         bounds = np.searchsorted(homes, [*starts, ends[-1]]).tolist()
         whole_keys = np.ascontiguousarray(keys).view(f"V{key_bytes}").reshape(count)
 
@@ -176,8 +160,8 @@ class KeyTable:
     def __contains__(self, key: bytes) -> bool:  # `get`, without the number
         if len(key) == self._key_bytes:
             hash_ = key_hash(key)
-            tags, records, slots = self._shards[hash_ & _SHARD_MASK]
-            home, tag = hash_ % slots, hash_ % _TAGS + 1
+            tags, records, slots = self._shards[hash_ & SHARD_MASK]
+            home, tag = hash_ % slots, hash_ % TAGS + 1
             at = tags.find(tag, home, home + WINDOW)
             while at >= 0:
                 if records.startswith(key, at * self._record.size):
@@ -189,8 +173,8 @@ class KeyTable:
         """Return the number of `key`; -1 if it has none. Any thread."""
         if len(key) == self._key_bytes:
             hash_ = key_hash(key)
-            tags, records, slots = self._shards[hash_ & _SHARD_MASK]
-            home, tag = hash_ % slots, hash_ % _TAGS + 1
+            tags, records, slots = self._shards[hash_ & SHARD_MASK]
+            home, tag = hash_ % slots, hash_ % TAGS + 1
             at = tags.find(tag, home, home + WINDOW)
             while at >= 0:
                 found, number = self._record.unpack_from(records, at * self._record.size)
@@ -205,9 +189,9 @@ class KeyTable:
         numbers = list[int]()
         for key, hash_ in zip(keys, map(key_hash, keys), strict=True):  # `get`, without its call
             if len(key) == key_bytes:
-                tags, records, slots = shards[hash_ & _SHARD_MASK]
+                tags, records, slots = shards[hash_ & SHARD_MASK]
                 home = hash_ % slots
-                at = tags.find(hash_ % _TAGS + 1, home, home + WINDOW)
+                at = tags.find(hash_ % TAGS + 1, home, home + WINDOW)
                 if at >= 0:
                     found, number = unpack(records, at * size)
                     if found == key:
@@ -234,9 +218,9 @@ class KeyTable:
             if len(key) != key_bytes or (others and key in others):
                 self._set_other(key, number)
                 continue
-            index = hash_ & _SHARD_MASK
+            index = hash_ & SHARD_MASK
             tags, records, slots = shards[index]
-            home, tag = hash_ % slots, hash_ % _TAGS + 1
+            home, tag = hash_ % slots, hash_ % TAGS + 1
             end = home + window
             at = tags.find(tag, home, end)
             while at >= 0 and not records.startswith(key, at * size):
@@ -256,14 +240,14 @@ class KeyTable:
         """Remove `key` and return its number; -1 if it has none. The writer's thread."""
         if len(key) == self._key_bytes:
             hash_ = key_hash(key)
-            tags, records, slots = self._shards[hash_ & _SHARD_MASK]
-            home, tag = hash_ % slots, hash_ % _TAGS + 1
+            tags, records, slots = self._shards[hash_ & SHARD_MASK]
+            home, tag = hash_ % slots, hash_ % TAGS + 1
             at = tags.find(tag, home, home + WINDOW)
             while at >= 0:
                 found, number = self._record.unpack_from(records, at * self._record.size)
                 if found == key:
                     tags[at] = 0
-                    self._rooms[hash_ & _SHARD_MASK] += 1
+                    self._rooms[hash_ & SHARD_MASK] += 1
                     self._count -= 1
                     return int(number)
                 at = tags.find(tag, at + 1, home + WINDOW)
@@ -304,8 +288,8 @@ class KeyTable:
         shards, rooms, unpack, size = self._shards, self._rooms, self._record.unpack_from, self._record.size
         keys, removed = list[bytes | None](), 0
         for hash_, wanted in zip(hashes, numbers, strict=True):
-            tags, records, slots = shards[hash_ & _SHARD_MASK]
-            home, tag = hash_ % slots, hash_ % _TAGS + 1
+            tags, records, slots = shards[hash_ & SHARD_MASK]
+            home, tag = hash_ % slots, hash_ % TAGS + 1
             at = tags.find(tag, home, home + WINDOW)
             while at >= 0:
                 key, number = unpack(records, at * size)
@@ -313,7 +297,7 @@ class KeyTable:
                     keys.append(key)
                     if removes:
                         tags[at] = 0
-                        rooms[hash_ & _SHARD_MASK] += 1
+                        rooms[hash_ & SHARD_MASK] += 1
                         removed += 1
                     break
                 at = tags.find(tag, at + 1, home + WINDOW)
@@ -347,7 +331,7 @@ class KeyTable:
 
     def _set_crowded(self, key: bytes, number: int, hash_: int) -> bool:
         """Add a key whose shard or window is full; return whether it is in a shard now."""
-        index = hash_ & _SHARD_MASK
+        index = hash_ & SHARD_MASK
         tags = self._shards[index][0]
         if len(tags) - tags.count(0) >= int(_LOAD_MIN * len(tags)):
             self._grow(index)
@@ -358,24 +342,28 @@ class KeyTable:
             self._set_other(key, number)
             return False
         self._record.pack_into(records, at * self._record.size, key, number)
-        tags[at] = hash_ % _TAGS + 1
+        tags[at] = hash_ % TAGS + 1
         self._rooms[index] -= 1
         return True
 
     def _grow(self, index: int) -> None:
         """Replace a shard by a larger one."""
         tags, content, _ = self._shards[index]
+        larger = 1 + _SPREAD * (index * 5 % 16) / 16
+        if not tags:
+            shard = shard_of(int(_SLOTS_MIN * larger), self._record.size)
+            self._rooms[index], self._shards[index] = int(_LOAD_MAX * len(shard[0])), shard
+            return
         records = np.frombuffer(content, self._whole)[np.flatnonzero(np.frombuffer(tags, np.uint8))]
         count = len(records)
         keys = records.view(np.uint8).reshape(count, self._record.size)[:, : self._key_bytes]
         hashes = key_hashes(keys)
         slots_a_key = _SLOTS_A_KEY_SMALL if count < _SMALL else _SLOTS_A_KEY
-        larger = 1 + _SPREAD * (index * 5 % 16) / 16
         shard = shard_of(int(max(_SLOTS_MIN, slots_a_key * count) * larger), self._record.size)
         homes = hashes % np.uint32(shard[2])
         order = np.argsort(homes.astype(np.uint16) if shard[2] < 1 << 16 else homes, kind="stable")
         in_order: NDArray[np.int64] = homes[order].astype(np.int64)
-        self._count -= len(self._put(index, shard, records[order], hashes[order], in_order, _places(in_order)))
+        self._count -= len(self._put(index, shard, records[order], hashes[order], in_order, places_of(in_order)))
 
     def _put(
         self,
@@ -400,53 +388,3 @@ class KeyTable:
         self._rooms[index] = max(0, int(_LOAD_MAX * len(tags)) - len(records))
         self._shards[index] = shard
         return crowded
-
-
-def _places(homes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a place for each record, in order of their homes: its home, or behind the record before."""
-    steps = np.arange(len(homes))
-    places = homes - steps
-    np.maximum.accumulate(places, out=places)
-    places += steps
-    return places
-
-
-def _ordered(
-    keys: NDArray[np.uint8], hashes: Hashes, starts: NDArray[np.int64], slots: Hashes, threads: int
-) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-    """Return the rows in the order of their homes, and the home of each, counted over all shards.
-
-    Rows whose key comes again later are left out. One sort of numbers: the home in the upper bits, then some of the
-    hash, then the row.
-    """
-    row_bits = max(1, (len(keys) - 1).bit_length())
-    home_bits = int(starts[-1] + slots[-1]).bit_length()
-    rest_bits = max(1, min(32, 64 - row_bits - home_bits))
-    homes = np.empty(len(keys), np.uint64)
-
-    def place(first: int) -> None:
-        own = hashes[first : first + _CHUNK]
-        numbers = shard_number(own)
-        part = starts.take(numbers).astype(np.uint64)
-        part += own % slots.take(numbers)
-        part <<= np.uint64(rest_bits)
-        part |= own >> np.uint32(32 - rest_bits)
-        part <<= np.uint64(row_bits)
-        part |= np.arange(first, first + len(own), dtype=np.uint64)
-        homes[first : first + _CHUNK] = part
-
-    for placed in run_all(place, range(0, len(keys), _CHUNK), "tiered-kv-index", threads):
-        placed.result()
-    homes.sort()
-    order = (homes & np.uint64((1 << row_bits) - 1)).astype(np.intp)
-    homes >>= np.uint64(row_bits)
-    suspects = np.flatnonzero(homes[1:] == homes[:-1])
-    if len(suspects):  # a hash is equal for equal keys, and for a few others
-        suspects = np.union1d(suspects, suspects + 1)
-        last: dict[bytes, int] = dict(zip(map(bytes, keys[order[suspects]]), suspects.tolist(), strict=True))
-        kept = np.ones(len(order), bool)
-        kept[suspects] = False
-        kept[np.fromiter(last.values(), np.intp, len(last))] = True
-        order, homes = order[kept], homes[kept]
-    homes >>= np.uint64(rest_bits)
-    return order, homes.astype(np.int64)
