@@ -8,8 +8,8 @@ A dictionary takes two or three objects a key, 150 to 200 B, and moves all its e
 keys are divided by their hash into `SHARDS`, each of two arrays: a tag of one byte for each slot, and a record for
 each slot, the key and its number. A key lies in one of the `WINDOW` slots from that of its hash on. So one call finds
 its tag, and a second compares the key: two or three lines of the processor's cache, a dictionary has four. A key takes
-60 to 75 B. What was measured beside it: buckets of `bytes`, as fast while they are in the cache, took 1.2 to 2 times as long for
-a miss among millions; and every opening made an object for each bucket.
+60 to 75 B. Buckets of `bytes` were measured beside it. They are as fast in the cache; a miss among millions took 1.2
+to 2 times as long, and every opening made an object for each bucket.
 
 Why a reader is safe: each access to an array is one call in C. A record never moves within an array. A new record is
 written before its tag, and the tag of a deleted one is cleared before its slot is used again. A shard grows as a new
