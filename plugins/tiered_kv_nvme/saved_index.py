@@ -7,7 +7,7 @@ What must stay true:
 
 - An opening deletes the file before the tier serves. So no process ever meets one from before a crash.
 - It is used whole or not at all: if each segment has the use and the summary that the file names, each part has its
-  checksum, and each record names an entry. So it is the index of exactly these segments, as it was in memory.
+  checksum, and each record is in its bucket and names another entry. So a block in it is one that a summary lists.
 - It is within the capacity, and saved in a bounded time. Without it, an opening builds the index from the segments.
 """
 
@@ -19,16 +19,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from tiered_kv.cpu.key_hashes import key_hashes
-from tiered_kv.cpu.key_shards import SHARDS, Shard, shard_of
-from tiered_kv.cpu.key_table import KeyTable
+from tiered_kv.cpu.key_hashes import bucket_indexes, key_hashes
+from tiered_kv.cpu.key_table import KeyTable, TablePart
 from tiered_kv.system.permissions import NotPrivateError, check_file
 from tiered_kv.system.threads import run_all
 from tiered_kv.toolkit.codecs import ThreadBuffer
@@ -41,19 +39,17 @@ from tiered_kv_nvme.sizing import SEGMENTS_MAX
 
 SAVE_S = 1.5
 """How long saving may take: less than the time that a tier has for its end."""
-_FORMAT_VERSION = 2
-_PART_SHARDS = 16
-_PARTS = SHARDS // _PART_SHARDS
+_FORMAT_VERSION = 1
+_PART_BUCKETS = 1 << 14  # some 6 MB
 _NUMBER_BYTES = 8
 
 _MAGIC = b"TKVNIDX1"
 _PROLOGUE = struct.Struct("<8s16s")  # magic, checksum of the header's bytes behind it
-_HEADER = struct.Struct("<II16sQQIIII")
+_HEADER = struct.Struct("<II16sQQQIII")
 _USE = struct.Struct("<IIQ16s")
-_SIZES = struct.Struct(f"<{SHARDS}I")
-_CHECKSUMS = struct.Struct("16s" * (_PARTS + 1))
+_PART = struct.Struct("<Q16s")
 
-Counts = NDArray[np.uint64]
+Starts = NDArray[np.int64]
 
 
 class Use(NamedTuple):
@@ -66,17 +62,17 @@ class Use(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The fields before the uses of segments, the sizes of shards and the checksums of parts."""
+    """The fields before the uses of segments and the checksums of parts."""
 
     header_bytes: int  # whole pages
     digest: bytes
     """The digest of the namespace."""
     epoch: int
     key_count: int
-    shard_count: int
+    bucket_count: int
     key_bytes: int  # of one key
     use_count: int
-    crowded_count: int  # keys that are in no shard
+    part_count: int
 
 
 def uses_of(segments: Sequence[Segment], epoch: int) -> list[Use] | None:
@@ -88,12 +84,12 @@ def uses_of(segments: Sequence[Segment], epoch: int) -> list[Use] | None:
     return sorted(uses)
 
 
-def _counts(uses: Sequence[Use]) -> Counts:
-    """Return the number of entries of each segment, by slot."""
-    counts = np.zeros(max((use.slot for use in uses), default=0) + 1, np.uint64)
+def _starts(uses: Sequence[Use]) -> tuple[Starts, Starts]:
+    """Return, by slot, where the entries of a segment begin if all are counted one after another, and their number."""
+    counts = np.zeros(max((use.slot for use in uses), default=0) + 1, np.int64)
     for use in uses:
         counts[use.slot] = use.entry_count
-    return counts
+    return np.cumsum(counts) - counts, counts
 
 
 # Saving.
@@ -113,27 +109,17 @@ def save_index(files: SegmentFiles, segments: Sequence[Segment], places: KeyTabl
     """
     began_s = time.monotonic()
     end_s = min(end_s, began_s + SAVE_S)
-    uses, crowded = uses_of(segments, epoch), places.crowded
-    if began_s >= end_s or not uses or crowded is None or len(uses) > SEGMENTS_MAX:
+    uses, part_count = uses_of(segments, epoch), places.part_count(_PART_BUCKETS)
+    if began_s >= end_s or not uses or not part_count or len(uses) > SEGMENTS_MAX:
         return False
     hashes = _hashes_of(segments, uses, places.key_bytes)
     if hashes is None:
         return False
     # Where the file system has no fallocate(2), the next opening would fill new segments with zeros.
     free = [each for each in segments if each.state is SegmentState.FREE and not files.disk.writes_zeros]
-    header = Header(
-        _header_bytes(len(uses)),
-        files.directory.identity.digest,
-        epoch,
-        len(places),
-        SHARDS,
-        places.key_bytes,
-        len(uses),
-        len(crowded),
-    )
-    end_content = [hashes.astype("<u4", copy=False).tobytes(), *(key + struct.pack("<Q", at) for key, at in crowded)]
-    contents = sum(len(tags) + len(records) for tags, records, _ in places.shards)
-    size_bytes = pages(header.header_bytes + contents + sum(map(len, end_content)))
+    header_bytes = _header_bytes(len(uses), part_count)
+    record_bytes = places.key_bytes + _NUMBER_BYTES + hashes.itemsize
+    size_bytes = pages(header_bytes + places.bucket_count + len(places) * record_bytes)
     directory = files.directory
     try:
         if not _has_room(files, free, size_bytes):
@@ -146,7 +132,17 @@ def save_index(files: SegmentFiles, segments: Sequence[Segment], places: KeyTabl
         return False
     is_saved = False
     try:
-        is_saved = _write(fd, files, header, uses, places, b"".join(end_content), began_s, end_s)
+        header = Header(
+            header_bytes,
+            directory.identity.digest,
+            epoch,
+            len(places),
+            places.bucket_count,
+            places.key_bytes,
+            len(uses),
+            part_count,
+        )
+        is_saved = _write(fd, files, header, uses, places, hashes, began_s, end_s)
     except OSError as error:
         files.counters.note_io_error("saving the index", error)
     finally:
@@ -191,53 +187,45 @@ def _write(
     header: Header,
     uses: Sequence[Use],
     places: KeyTable,
-    end_content: bytes,
+    hashes: Hashes,
     began_s: float,
     end_s: float,
 ) -> bool:
     """Write all parts, and the header last; return False as soon as the time would not suffice."""
-    offset, checksums = header.header_bytes, list[bytes]()
-    contents: list[list[bytearray | bytes]] = [
-        [*chain.from_iterable(shard[:2] for shard in places.shards[first : first + _PART_SHARDS])]
-        for first in range(0, SHARDS, _PART_SHARDS)
-    ]
-    contents.append([end_content])
-    for number, content in enumerate(contents):
-        write_all(fd, [memoryview(each) for each in content if each], offset, pwritev=files.disk.pwritev)
-        offset += sum(map(len, content))
-        checksums.append(_checksum(content))
-        passed_s = time.monotonic() - began_s
-        share = (number + 1) / len(contents) if number >= _PARTS // 4 else 1.0  # the first parts say little
-        if passed_s > (end_s - began_s) * share:
+    starts, counts = _starts(uses)
+    offset, written = header.header_bytes, list[bytes]()
+    for number, part in enumerate(places.parts(_PART_BUCKETS)):
+        rows = _rows(part, header.key_bytes, starts, counts)
+        if rows is None:
             return False
-    sizes = _SIZES.pack(*(len(tags) for tags, _, _ in places.shards))
-    used = b"".join(_USE.pack(*use) for use in uses)
-    body = b"".join((_HEADER.pack(_FORMAT_VERSION, *header), used, sizes, _CHECKSUMS.pack(*checksums)))
+        content = b"".join((part.sizes, part.records, hashes[rows].astype("<u4").tobytes()))
+        write_all(fd, [content], offset, pwritev=files.disk.pwritev)
+        offset += len(content)
+        written.append(_PART.pack(len(content), checksum(content)))
+        passed_s = time.monotonic() - began_s
+        if passed_s * header.part_count > (end_s - began_s) * (number + 1):
+            return False
+    body = b"".join((_HEADER.pack(_FORMAT_VERSION, *header), *(_USE.pack(*use) for use in uses), *written))
     body = body.ljust(header.header_bytes - _PROLOGUE.size, b"\0")
-    write_all(fd, [memoryview(_PROLOGUE.pack(_MAGIC, checksum(body))), memoryview(body)], 0, pwritev=files.disk.pwritev)
+    write_all(fd, [_PROLOGUE.pack(_MAGIC, checksum(body)), body], 0, pwritev=files.disk.pwritev)
     return True
 
 
-def _checksum(content: Sequence[bytearray | bytes]) -> bytes:
-    digest = xxhash.xxh3_128()
-    for each in content:
-        digest.update(each)
-    return digest.digest()
+def _header_bytes(use_count: int, part_count: int) -> int:
+    return pages(_PROLOGUE.size + _HEADER.size + use_count * _USE.size + part_count * _PART.size)
 
 
-def _header_bytes(use_count: int) -> int:
-    return pages(_PROLOGUE.size + _HEADER.size + use_count * _USE.size + _SIZES.size + _CHECKSUMS.size)
+def _rows(part: TablePart, key_bytes: int, starts: Starts, counts: Starts) -> Starts | None:
+    """Return the number of each record's entry, as `_starts` counts them; None if a place has no entry."""
+    places = np.frombuffer(part.records, np.dtype([("key", f"V{key_bytes}"), ("place", "<u8")]))["place"]
+    slots, ordinals = (places >> np.uint64(32)).astype(np.int64), (places & np.uint64(0xFFFF_FFFF)).astype(np.int64)
+    if (slots >= len(counts)).any() or (ordinals >= counts[slots]).any():
+        return None
+    rows: Starts = starts[slots] + ordinals
+    return rows
 
 
 # Opening.
-
-
-def _are_entries(places: NDArray[np.uint64], counts: Counts) -> bool:
-    """Return whether each place has an entry in its segment; `counts` by slot."""
-    slots = places >> np.uint64(32)
-    if not len(slots) or slots.max() >= len(counts):
-        return not len(slots)
-    return bool((places & np.uint64(0xFFFF_FFFF) < counts.take(slots.astype(np.intp))).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,63 +236,67 @@ class SavedIndex:
     files: SegmentFiles
     header: Header
     uses: Sequence[Use]
-    sizes: Sequence[int]  # how many slots each shard has
-    checksums: Sequence[bytes]  # of the parts, and of the hashes
+    parts: Sequence[tuple[int, bytes]]  # the size of each, and its checksum
 
     def index_of(self, found: Sequence[Segment], threads: int) -> tuple[KeyTable, dict[int, Hashes]] | None:
         """Return the index of segments, and the hashes of their keys by slot; None if this is not their index."""
-        if uses_of(found, self.header.epoch) != self.uses:
+        header = self.header
+        if uses_of(found, header.epoch) != self.uses:
             return None
+        starts, counts = _starts(self.uses)
+        hashes = np.zeros(int(counts.sum()), np.uint32)
+        is_taken = np.zeros(len(hashes), bool)
+        offsets = list(accumulate((size for size, _ in self.parts), initial=header.header_bytes))
+
+        def read(number: int) -> tuple[list[bytes], int] | None:
+            part, own = self._read_part(number, offsets[number])
+            if part is None:
+                return None
+            first = number * _PART_BUCKETS
+            rows = _rows(part, header.key_bytes, starts, counts)
+            numbers = np.arange(first, first + len(part.sizes), dtype=np.uint32)
+            buckets = np.repeat(numbers, np.frombuffer(part.sizes, np.uint8))
+            if rows is None or (bucket_indexes(own, header.bucket_count) != buckets).any():
+                return None
+            hashes[rows] = own
+            is_taken[rows] = True
+            return part.buckets(header.key_bytes + _NUMBER_BYTES), len(rows)
+
+        calls = run_all(read, range(len(self.parts)), "tiered-kv-nvme-recovery", threads)
+        buckets, count = list[bytes](), 0
         try:
-            return self._read(threads)
+            for call in calls:
+                part = call.result()
+                if part is None:
+                    return None
+                buckets += part[0]
+                count += part[1]
         except OSError as error:
             self.files.counters.note_io_error("reading the saved index", error)
             return None
-
-    def _read(self, threads: int) -> tuple[KeyTable, dict[int, Hashes]] | None:
-        header = self.header
-        slot_bytes = 1 + header.key_bytes + _NUMBER_BYTES
-        offsets = list(accumulate((size * slot_bytes for size in self.sizes), initial=header.header_bytes))
-        counts = _counts(self.uses)
-        record = np.dtype([("key", f"V{header.key_bytes}"), ("place", "<u8")])
-        content = bytearray(4 * sum(use.entry_count for use in self.uses))
-        crowded = bytearray(header.crowded_count * record.itemsize)
-        if not self._fill([content, crowded], offsets[-1], self.checksums[-1]):
+        if not count == header.key_count == np.count_nonzero(is_taken):
             return None
-        hashes = np.frombuffer(content, "<u4").astype(np.uint32, copy=False)
+        table = KeyTable.of_buckets(header.key_bytes, buckets, count, _NUMBER_BYTES)
+        by_slot = {use.slot: hashes[starts[use.slot] :][: use.entry_count].copy() for use in self.uses}
+        return table, by_slot
 
-        def read(number: int) -> tuple[list[Shard], int] | None:
-            first = number * _PART_SHARDS
-            sizes = self.sizes[first : first + _PART_SHARDS]
-            shards = [shard_of(size, record.itemsize) for size in sizes]
-            buffers = [*chain.from_iterable(each[:2] for each in shards)]
-            if not self._fill(buffers, offsets[first], self.checksums[number]):
-                return None
-            used = np.flatnonzero(np.concatenate([np.frombuffer(tags, np.uint8) for tags, _, _ in shards]))
-            places = np.concatenate([np.frombuffer(records, record)["place"] for _, records, _ in shards])[used]
-            return (shards, len(places)) if _are_entries(places, counts) else None
-
-        parts = [each.result() for each in run_all(read, range(_PARTS), "tiered-kv-nvme-recovery", threads)]
-        read_parts = [part for part in parts if part is not None]
-        others = np.frombuffer(crowded, record)
-        count = sum(part[1] for part in read_parts) + len(others)
-        if len(read_parts) < _PARTS or count != header.key_count or not _are_entries(others["place"], counts):
-            return None
-        shards = [*chain.from_iterable(part[0] for part in read_parts)]
-        table = KeyTable.of_shards(header.key_bytes, shards, _NUMBER_BYTES)
-        table.set_many([each.tobytes() for each in others["key"]], others["place"].tolist())
-        ends = accumulate(use.entry_count for use in self.uses)
-        return table, {
-            use.slot: hashes[end - use.entry_count : end].copy() for use, end in zip(self.uses, ends, strict=True)
-        }
-
-    def _fill(self, content: Sequence[bytearray], offset: int, digest: bytes) -> bool:
-        """Read bytes of the file into `content`; return whether they have this checksum."""
-        buffers = [memoryview(each) for each in content if each]
-        size_bytes = sum(map(len, buffers))
-        if buffers and read_all(self.fd, buffers, offset, preadv=self.files.disk.preadv) != size_bytes:
-            return False
-        return _checksum(content) == digest
+    def _read_part(self, number: int, offset: int) -> tuple[TablePart | None, Hashes]:
+        """Return a verified part, and the hashes of its keys in the order of its records."""
+        size_bytes, digest = self.parts[number]
+        count = min(_PART_BUCKETS, self.header.bucket_count - number * _PART_BUCKETS)
+        content = ThreadBuffer().take(size_bytes)
+        none = np.zeros(0, np.uint32)
+        if read_all(self.fd, [content], offset, preadv=self.files.disk.preadv) != size_bytes:
+            return None, none
+        if checksum(content) != digest or size_bytes < count:
+            return None, none
+        sizes = np.frombuffer(content[:count], np.uint8)
+        key_count = int(sizes.sum(dtype=np.int64))
+        end = count + key_count * (self.header.key_bytes + _NUMBER_BYTES)
+        if end + 4 * key_count != size_bytes:
+            return None, none
+        part = TablePart(bytes(content[:count]), bytes(content[count:end]))
+        return part, np.frombuffer(content[end:], "<u4").astype(np.uint32)
 
     def close(self) -> None:
         os.close(self.fd)
@@ -350,13 +342,14 @@ def _opened(fd: int, files: SegmentFiles, epoch: int) -> SavedIndex | None:
         return None
     version, *fields = _HEADER.unpack_from(page, _PROLOGUE.size)
     header = Header(*fields)
+    part_count = -(-header.bucket_count // _PART_BUCKETS)
     if (
         version != _FORMAT_VERSION
         or (header.digest, header.epoch) != (directory.identity.digest, epoch)
         or not 0 < header.key_bytes <= KEY_BYTES_MAX
         or not 0 < header.use_count <= SEGMENTS_MAX
-        or header.shard_count != SHARDS
-        or header.header_bytes != _header_bytes(header.use_count)
+        or not 0 < header.part_count == part_count <= file_bytes
+        or header.header_bytes != _header_bytes(header.use_count, header.part_count)
         or header.header_bytes > file_bytes
     ):
         return None
@@ -366,11 +359,8 @@ def _opened(fd: int, files: SegmentFiles, epoch: int) -> SavedIndex | None:
     if _PROLOGUE.unpack_from(content)[1] != checksum(content[_PROLOGUE.size :]):
         return None
     at = _PROLOGUE.size + _HEADER.size
-    end = at + header.use_count * _USE.size
-    uses = [Use(*each) for each in _USE.iter_unpack(content[at:end])]
-    sizes = _SIZES.unpack_from(content, end)
-    checksums = _CHECKSUMS.unpack_from(content, end + _SIZES.size)
-    record_bytes = header.key_bytes + _NUMBER_BYTES
-    contents = sum(sizes) * (1 + record_bytes) + header.crowded_count * record_bytes
-    is_whole = header.header_bytes + contents + 4 * sum(use.entry_count for use in uses) == file_bytes
-    return SavedIndex(fd, files, header, uses, sizes, checksums) if is_whole else None
+    middle, end = at + header.use_count * _USE.size, at + header.use_count * _USE.size + header.part_count * _PART.size
+    uses = [Use(*each) for each in _USE.iter_unpack(content[at:middle])]
+    parts: list[tuple[int, bytes]] = list(_PART.iter_unpack(content[middle:end]))
+    is_whole = header.header_bytes + sum(size for size, _ in parts) == file_bytes
+    return SavedIndex(fd, files, header, uses, parts) if is_whole else None

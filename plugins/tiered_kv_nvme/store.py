@@ -33,7 +33,7 @@ from tiered_kv_nvme.disk import DirectMemory, Disk, StoreCounters
 from tiered_kv_nvme.epoch import EPOCH_NAME, DirectoryEpoch
 from tiered_kv_nvme.index import ordinal_of, slot_of
 from tiered_kv_nvme.layout import PAGE_BYTES
-from tiered_kv_nvme.pool import PAUSE_S, SegmentPool
+from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool
 from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.reader import BlockReader
 from tiered_kv_nvme.reclaimer import Reclaimer
@@ -206,7 +206,7 @@ class SegmentStore:
                 continue
             for _ in range(count):
                 index = self._old_indexes.popleft()
-                while index.release():
+                while index.release(CHUNK_KEYS):
                     time.sleep(PAUSE_S)
             for segment in list(self.pool.segments.values()):
                 with self.pool.changed:

@@ -139,7 +139,7 @@ def test_a_block_takes_less_than_120_bytes_of_memory_with_its_key() -> None:
 
 
 def test_no_collection_walks_the_blocks() -> None:
-    pool, count = SegmentPool(bytes(16), 0, Worth(1, 1)), 32 * CHUNK_KEYS
+    pool, count = SegmentPool(bytes(16), 0, Worth(1, 1)), 8 * CHUNK_KEYS
     segment = Segment(0, -1, 1 << 30, 1)
     before = walked(pool)
     keys = make_keys(count)
