@@ -150,7 +150,7 @@ def test_a_compressed_trace_that_cannot_be_read_is_a_clear_error(tmp_path: Path)
 
 def test_a_bad_line_of_a_compressed_trace_has_its_number(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl.gz"
-    file.write_bytes(gzip.compress(json.dumps(GOOD).encode() + b"\n{"))
+    file.write_bytes(gzip.compress(json.dumps(GOOD).encode() + b"\n{\n"))
     with pytest.raises(ConfigError) as caught:
         list(read_trace(file))
     assert caught.value.location == f"{file}:2"
@@ -185,7 +185,7 @@ def test_it_stops_after_the_requests_that_were_asked_for(tmp_path: Path) -> None
 def test_a_bad_line_says_where_and_what(tmp_path: Path, line: object, problem: str) -> None:
     file = tmp_path / "trace.jsonl"
     text = line if isinstance(line, str) else json.dumps(line)
-    file.write_bytes((json.dumps(GOOD) + "\n" + text).encode(errors="surrogateescape"))
+    file.write_bytes((json.dumps(GOOD) + "\n" + text + "\n").encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=problem) as caught:
         list(read_trace(file))
     assert caught.value.location == f"{file}:2"

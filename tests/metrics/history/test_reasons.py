@@ -26,7 +26,7 @@ from tests.support.obedient import (
 from tests.support.stacks import Register, block_hashes, manager_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.metrics.history.recorder import PENDING_KEYS_MAX
-from tiered_kv.stack import open as stack_module
+from tiered_kv.stack import manager_type
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import ManualClock
 from tiered_kv.testing.rig import make_keys
@@ -39,7 +39,7 @@ KEYS = make_keys(4)
 @pytest.fixture
 def clock(clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     """The clock of the stacks' timeouts: they pass when the test says so, however slow the machine is."""
-    monkeypatch.setattr(stack_module, "TieringOffloadingManager", partial(TieringOffloadingManager, clock=clock))
+    monkeypatch.setattr(manager_type, "TieringOffloadingManager", partial(TieringOffloadingManager, clock=clock))
     return clock
 
 
