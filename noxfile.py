@@ -159,13 +159,13 @@ def torch(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """The slow tests, but for proofs and engines."""
     left_out = (f"--ignore={path}" for path in ("tests/trust", *ENGINE_TESTS))
-    pytest(session, "-m", "slow", *sample(200, 4), *left_out)
+    pytest(session, "-m", "slow", *sample(200, 6), *left_out)
 
 
 @nox.session(venv_backend="none", requires=["install"])
 def proofs(session: nox.Session) -> None:
     """The slow proofs of docs/explanation/guarantees.md; `-- --trust full` tries every case."""
-    pytest(session, "-m", "slow and trust", *sample(60, 3), "tests/trust")
+    pytest(session, "-m", "slow and trust", *sample(60, 4), "tests/trust")
 
 
 @nox.session(venv_backend="none")
