@@ -192,7 +192,7 @@ def test_redis_below_memory_agrees_with_a_replay(
 def test_three_tiers_with_s3_agree_with_a_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moto_server: S3Server, moto_bucket: str
 ) -> None:
-    tiers = [HALF_MEMORY, nvme(Path("kv"), "1MiB"), {**s3_entry(moto_server, moto_bucket), **stacks.PATIENT}]
+    tiers = [HALF_MEMORY, {**NVME, "capacity": "1MiB"}, {**s3_entry(moto_server, moto_bucket), **stacks.PATIENT}]
     assert_agrees(tmp_path, monkeypatch, tiers, SERVER)
 
 
