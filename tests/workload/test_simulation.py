@@ -171,7 +171,7 @@ HALF_MEMORY = {"type": "memory", "capacity": "384KiB"}
         [{"type": "memory", "capacity": "768KiB"}],
         pytest.param([NVME], marks=pytest.mark.slow),
         pytest.param([HALF_MEMORY, NVME], marks=pytest.mark.slow),
-        pytest.param([{**HALF_MEMORY, "fill_on_promotion": True}, NVME], marks=pytest.mark.slow),
+        pytest.param([{**HALF_MEMORY, "capacity": "512KiB", "fill_on_promotion": True}, NVME], marks=pytest.mark.slow),
         pytest.param([{**NVME, "admit_after": 2}], marks=pytest.mark.slow),
         pytest.param([{"type": "fs", "path": "fs", "capacity": "64MiB"}], marks=pytest.mark.slow),
     ],
