@@ -68,6 +68,8 @@ class SegmentPool:
         self.closed = False  # whether reservations are refused for good
         self.segments: dict[int, Segment] = {}  # by slot
         self.index = BlockIndex()
+        self.hides_blocks = False
+        """Whether the index lacks blocks that this process cannot read, and others can: another has their key."""
         self.worth = worth
         self.events = EventLog(wants_events)  # additions to and removals from the index
         self._generation = 0  # the greatest so far

@@ -150,6 +150,7 @@ class BlockReader:
             for item, status in lost:
                 if self.pool.index.drop(item.key, place_of(item.segment.slot, item.ordinal)):
                     dropped.append(status)
+                    self.pool.hides_blocks |= status in UNREADABLE
                     self.pool.events.removed((item.key,))
             self.pool.unpin(slots)
             still_valid = self.pool.epoch == epoch

@@ -290,7 +290,8 @@ class SegmentStore:
     def close(self, timeout_s: float | None = None, save_until_s: float = math.inf) -> bool:
         """Write the missing summaries and release the directory. Return False if a thread is still busy: call again.
 
-        The index is saved if that takes no longer than until `save_until_s`, by `time.monotonic`.
+        The index is saved if it has all blocks, and if that takes no longer than until `save_until_s`, by
+        `time.monotonic`.
 
         A segment in which a system call hangs stays open, and the directory stays locked, until a later call or the end
         of the process. So the hanging call cannot change another owner's file.
@@ -321,7 +322,8 @@ class SegmentStore:
         if len(idle) < len(segments):
             return False
         with suppress(MemoryError):  # the next opening builds it
-            save_index(self._files, segments, places, self.pool.epoch, min(deadline, save_until_s))
+            if not self.pool.hides_blocks:
+                save_index(self._files, segments, places, self.pool.epoch, min(deadline, save_until_s))
         self._released = True
         _open_stores.discard(self)
         with ExitStack() as release:

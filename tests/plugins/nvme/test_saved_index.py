@@ -11,6 +11,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,9 +20,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.support.entries import rig_of
 from tests.support.segment_map import PAGE_BYTES
 from tiered_kv.base import OffloadKey
-from tiered_kv.testing.rig import make_keys
+from tiered_kv.testing.rig import TierRig, make_keys
 from tiered_kv_nvme import saved_index
 from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
 from tiered_kv_nvme.layout import checksum
@@ -53,6 +55,24 @@ def index_of(bench: StoreBench) -> Path:
 
 def was_used(store: SegmentStore) -> bool:
     return store.describe()["index"] == "as the last end saved it"
+
+
+def test_blocks_that_another_can_read_are_in_the_index_after_one_that_cannot(tmp_path: Path) -> None:
+    keys = make_keys(4)
+
+    def opened(number: int) -> TierRig:
+        encryption = {"keys": {number: f"{number:064x}"}, "write_key": number}
+        entry = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB", "codec": "aes-256-gcm"}
+        return rig_of({**entry, "encryption": encryption}, block_bytes=4096)
+
+    with closing(opened(1)) as owner:
+        assert owner.store(keys).success
+    with closing(opened(2)) as stranger:
+        assert stranger.load(keys) == set()
+        assert stranger.lookup_all(keys) == [False] * 4
+        assert stranger.store(make_keys(4, "the stranger's")).success
+    with closing(opened(1)) as owner:
+        assert owner.load(keys) == set(keys)
 
 
 def all_keys() -> list[OffloadKey]:
