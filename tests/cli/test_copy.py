@@ -258,7 +258,7 @@ def test_a_target_that_takes_nothing_ends_the_copy(source: Tenant, tmp_path: Pat
     [
         (("nowhere", "nvme:new"), "there is no file or directory 'nowhere'"),
         (("{source}", "{source}"), "are the same directory"),
-        (("{source}:none", "nvme:new"), "no secondary tier 'none'"),
+        (("{source}:none", "nvme:new"), ".yaml:none: the stack has no secondary tier 'none'"),
         (("{empty}", "nvme:new"), "no tier has written blocks into"),
         (("{source}", "tape://drive"), "no tier type is called 'tape'"),
         (("{source}", "memory:new"), "keep no directory"),

@@ -91,7 +91,7 @@ def place_of(text: str) -> Place:
     if not os.path.isfile(text):
         raise ConfigError(f"there is no file or directory '{text}'; expected {FORMS}")
     stack = operated_stack(argparse.Namespace(stack=text))
-    tiers = chosen_tiers(stack.config, name)
+    tiers = chosen_tiers(stack.config, name, f"{text}:{name}")
     if len(tiers) != 1:
         names = ", ".join(tier.name for tier in tiers) or "none"
         raise ConfigError(f"{text} has the tiers {names}: expected {text}:TIER")

@@ -175,12 +175,15 @@ def operated_stack(args: argparse.Namespace, *, looks: bool = True) -> OperatedS
     return OperatedStack(config, False, own, block_bytes, source if own else "", stored, failures)
 
 
-def chosen_tiers(config: StackConfig, name: str | None) -> list[TierSettings]:
-    """Return the secondary tier with this name, or all; raise ConfigError if there is none."""
+def chosen_tiers(config: StackConfig, name: str | None, location: str = "--tier") -> list[TierSettings]:
+    """Return the secondary tier with this name, or all; raise ConfigError if there is none.
+
+    `location` is what named the tier.
+    """
     tiers = [tier for tier in config.secondary if name in (None, tier.name)]
     if not tiers and name is not None:
         known = ", ".join(tier.name for tier in config.secondary) or "none"
-        raise ConfigError(f"the stack has no secondary tier '{name}'; it has: {known}", location="--tier")
+        raise ConfigError(f"the stack has no secondary tier '{name}'; it has: {known}", location=location)
     return tiers
 
 
