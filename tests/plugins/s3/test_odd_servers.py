@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.fake_s3 import FakeS3, OpenRig, Request, Then, answer, open_rig, server
+from tests.support.fake_s3 import FakeS3, OpenRig, Reply, Request, Then, answer, open_rig, server
 from tests.support.odd_s3 import AT_FIRST, ODD
 from tests.support.stacks import stack_of
 from tiered_kv.base import OffloadKey
@@ -89,7 +90,7 @@ def test_every_operation_works_on_an_odd_server(odd_server: FakeS3, tmp_path: Pa
         stack.put(make_keys(1, "one more"), content(make_keys(1, "one more")), timeout=WAIT_S)
         wait_until(lambda: len(stored_in(odd_server)) <= KEPT, what="a sweep")
     file = tmp_path / "stack.yaml"
-    file.write_text(json.dumps(limited))
+    file.write_text(json.dumps(config_of(odd_server, sweep_interval="1h")))
     assert main(["check", str(file)]) == 0
     settings = S3Settings.model_validate(limited["secondary"][0])  # type: ignore[index]
     with closing(S3Administration(settings)) as administration:
@@ -101,6 +102,25 @@ def test_every_operation_works_on_an_odd_server(odd_server: FakeS3, tmp_path: Pa
         purged = administration.purge(digest, deadline)
         assert (purged.blocks, purged.left, stored_in(odd_server)) == (KEPT, (), set())
         assert administration.survey(deadline).namespaces == ()
+
+
+def test_a_sweep_ends_with_its_tier_on_a_server_that_takes_its_time(server: FakeS3, open_rig: OpenRig) -> None:
+    begun, writes = threading.Event(), list[str]()
+
+    def reply(asked: Request) -> Reply | None:
+        if asked.method == "PUT" and asked.target.endswith("/sweep"):
+            begun.set()
+            time.sleep(1.2)  # two such writes take longer than the tier waits for its threads
+            writes.append(asked.target)
+        return None
+
+    server.reply = reply
+    rig = open_rig(capacity="1MiB", sweep_interval="50ms")
+    assert rig.store(make_keys(1)).success
+    assert begun.wait(WAIT_S)
+    rig.close()
+    assert len(writes) == 1
+    assert not [each.name for each in threading.enumerate() if each.name.endswith("-sweeper")]
 
 
 def words(status: int, code: str, message: str) -> bytes:

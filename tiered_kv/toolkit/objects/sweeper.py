@@ -158,7 +158,8 @@ class Sweeper:
             except BaseException:
                 self._right.leave()
                 raise
-            self._right.end(Swept(self.deletion_age.by_capacity_s, self.used_bytes))
+            if not self._stopping.is_set():  # a late write might come after a purge of the namespace
+                self._right.end(Swept(self.deletion_age.by_capacity_s, self.used_bytes))
         else:
             self._follow(swept)
 
