@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nox
@@ -108,18 +109,25 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def packages(session: nox.Session) -> None:
-    """Build what an index would get, an sdist and the wheel made of it, and install that where nothing else is."""
-    session.install("build", "hatchling>=1.24", "twine")
-    dist, fresh = empty(session, "dist"), empty(session, "fresh")
+    """Build what an index would get, an sdist and the wheel made of it, and install that where nothing else is.
+
+    Alone, and with the extra `all`; without a seed, also with each extra.
+    """
+    session.install("build", "hatchling>=1.24", "twine", "check-wheel-contents")
+    dist = empty(session, "dist")
     session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), ".")
     session.run("twine", "check", "--strict", *map(str, dist.iterdir()))
-    (wheel,) = dist.glob("*.whl")
-    own_environment(session, fresh, sys.executable, f"tiered-kv[metrics,zstd] @ file://{wheel}")
-    session.chdir(fresh)
-    session.run("bash", "-c", "set -o pipefail; bin/tiered-kv plugins | grep nvme", external=True)
-    session.run("bin/python", "-c", "import tiered_kv.toolkit, tiered_kv.engines.facts", external=True)
-    data = "ls lib/python*/site-packages/tiered_kv_{vllm,sglang}/ignored_settings.toml"
-    session.run("bash", "-c", data, external=True)
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    session.run("check-wheel-contents", str(wheel))
+    if (ROOT / ".git").exists():
+        files = f"diff <(tar tzf {sdist} | cut -d/ -f2- | grep -v '^PKG-INFO$' | sort) <(git ls-files | sort)"
+        session.run("bash", "-c", f"export LC_ALL=C; {files}", external=True)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in ("", "all", *(() if SEED else extras.keys() - {"all", "docs", "test"})):
+        fresh = empty(session, "fresh")
+        own_environment(session, fresh, sys.executable, f"tiered-kv[{extra}] @ file://{wheel}")
+        with session.chdir(fresh):
+            session.run("bin/python", "-P", str(ROOT / "tests/support/installed.py"), *filter(None, [extra]))
 
 
 @nox.session(venv_backend="none")
