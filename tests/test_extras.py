@@ -117,6 +117,20 @@ def test_every_extra_is_looked_at() -> None:
         assert any(needed.replace("-", "_").startswith(distribution) for needed in wanted)
 
 
+def test_all_brings_no_cuda_and_every_extra_of_tiers_and_codecs() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (everything,) = extras["all"]
+    assert set(everything.partition("[")[2].rstrip("]").split(",")) == LIBRARIES.keys() | {"report"}
+
+
+def test_every_package_of_the_wheel_has_types() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    packages = tool["hatch"]["build"]["targets"]["wheel"]["packages"]
+    own = {str(path.parent.relative_to(ROOT)) for path in ROOT.glob("plugins/*/__init__.py")}
+    assert set(packages) == own | {"tiered_kv"} == set(tool["check-wheel-contents"]["package"])
+    assert [package for package in packages if not (ROOT / package / "py.typed").is_file()] == []
+
+
 def assert_install_command(error_text: Told, feature: str, extra: str) -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
     libraries = " ".join(f"'{library.partition(';')[0]}'" for library in wanted)

@@ -297,3 +297,13 @@ def test_extras_are_imported_where_they_are_used() -> None:
             continue  # the kernel is compiled from its module, which is imported where Triton is
         tops = {name.partition(".")[0] for name in imports_of(path, top_level_only=True)}
         assert not tops & EXTRAS, f"{module} needs an extra to be imported"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "lmcache"])
+def test_the_plugin_of_an_engine_needs_no_extra(engine: str) -> None:
+    """It imports what the engine brings, and what every installation has."""
+    of_engine = {engine, "torch", "prometheus_client"} if engine == "vllm" else {engine, "torch"}
+    everywhere = {"numpy", "pluggy", "pydantic", "yaml", "xxhash"} | sys.stdlib_module_names
+    for path in (ROOT / "plugins" / f"tiered_kv_{engine}").rglob("*.py"):
+        tops = {name.partition(".")[0] for name in imports_of(path)}
+        assert {name for name in tops if not name.startswith("tiered_kv")} <= of_engine | everywhere, path
