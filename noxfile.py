@@ -114,7 +114,7 @@ def packages(session: nox.Session) -> None:
 
     Alone, and with the extra `all`; without a seed, also with each extra.
     """
-    session.install("build", "hatchling>=1.24", "twine", "check-wheel-contents")
+    session.install("build", "hatchling>=1.27", "twine", "check-wheel-contents")
     dist = empty(session, "dist")
     session.run("python", "-m", "build", "--no-isolation", "--outdir", str(dist), ".")
     session.run("twine", "check", "--strict", *map(str, dist.iterdir()))
