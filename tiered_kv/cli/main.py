@@ -29,6 +29,7 @@ _VERBS = {
     "serve": "serve a stack to all engines of this host, over a unix socket",
     "replay": "drive real bytes through a stack by a request trace, and check every block that comes back",
     "record": "record which blocks the requests of a running stack ask for, as a trace for simulate",
+    "trace": "say what a trace of requests is and has, and convert it, also logs of vLLM and SGLang",
     "simulate": "say what policies, sizes and stacks would hit and cost, without moving a byte",
     "size": "say what a model's blocks take, what a load needs, and which stack fits",
     "bench": "measure store and load throughput and lookup latency, tier by tier",

@@ -6,7 +6,9 @@ meaning or refused with the line.
 
 request                       the requests of a workload, built-in chats, keys
 trace, turns, agents          traces: files, and the forms of their lines
-fields, known_formats         the types of a trace's fields; formats that are refused
+logs, reports, prompts        prompts in logs of engines and results of benchmarks; ids of their blocks
+summary                       what a trace has, and the trace in our form
+forms, fields, known_formats  names of the forms; the types of a trace's fields; formats that are refused
 replay, tally                 real bytes through a manager; its counters
 simulation, hit_rates         the same without bytes; hit rates of policies
 bench, content                throughput of one tier; bytes that are cheap to check

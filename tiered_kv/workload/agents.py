@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar, cast
+from typing import Literal, cast
 
 from pydantic import BaseModel, Field
 
-from tiered_kv.config.validation import check
 from tiered_kv.errors import ConfigError
-from tiered_kv.workload.fields import HashIds, Time, Whole, milliseconds
+from tiered_kv.workload.fields import HashIds, Time, Whole, checked, milliseconds
 from tiered_kv.workload.request import Request, id_number
-
-Model = TypeVar("Model", bound=BaseModel)
 
 _DEPTH_MAX = 16
 """How deep subagents may start others."""
@@ -76,7 +73,7 @@ class AgentSessions:
 
     def add(self, entry: object, where: str) -> None:
         """Add the requests of a session. `where` is the place of `entry` in the trace, for messages."""
-        session = _checked(_AgentSession, entry, where, "")
+        session = checked(_AgentSession, entry, where, "")
         if session.block_size != (self._block_size or session.block_size):
             problem = f"expected blocks of {self._block_size} tokens, as in sessions before, found {session.block_size}"
             raise ConfigError(problem, location=f"{where}: block_size")
@@ -104,11 +101,11 @@ class AgentSessions:
             if has_requests:
                 if depth == _DEPTH_MAX:
                     raise ConfigError(f"expected subagents at most {_DEPTH_MAX} deep", location=f"{where}: {here}")
-                yield from self._of_subagent(_checked(_Subagent, entry, where, here), where, here, depth)
+                yield from self._of_subagent(checked(_Subagent, entry, where, here), where, here, depth)
             is_started = isinstance(entry, dict) and entry.get("type") == "subagent"
             if (has_requests or is_started) and "hash_ids" not in cast("dict[str, object]", entry):
                 continue  # it has no prompt of its own
-            call = _checked(_AgentCall, entry, where, here)
+            call = checked(_AgentCall, entry, where, here)
             at_ms = milliseconds(call.t, is_in_seconds=self._is_in_seconds)
             ids = cast("tuple[int, ...]", call.hash_ids)
             yield Request(at_ms, call.input_length, call.output_length or 0, ids)
@@ -119,10 +116,3 @@ class AgentSessions:
         # Times of a subagent's requests count from its start in the published traces, and from the session's in others.
         since_ms = began_ms if any(call.timestamp_ms < began_ms for call in calls) else 0
         return (replace(call, timestamp_ms=call.timestamp_ms + since_ms) for call in calls)
-
-
-def _checked(model: type[Model], entry: object, where: str, place: str) -> Model:
-    checked = check(model, entry, tuple(place.split(".")) if place else ())
-    if isinstance(checked, list):
-        raise ConfigError(str(checked[0]), location=where)
-    return checked

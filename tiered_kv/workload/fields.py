@@ -1,6 +1,6 @@
-"""The types of a trace's fields: times, lengths, ids of blocks.
+"""The types of a trace's fields: times, lengths, ids of blocks; and the check of an object.
 
-`turns` and `agents` check the objects of a trace with these types, on the command's thread.
+`turns`, `agents` and `reports` check the objects of a trace with these types, on the command's thread.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field
 
+from tiered_kv.config.validation import Model, check
+from tiered_kv.errors import ConfigError
 from tiered_kv.workload.request import HASH_ID_MAX, id_number
 
 _MS_PER_S = 1000
@@ -53,3 +55,11 @@ HashIds = Annotated[list[object], AfterValidator(_numbers)]
 def milliseconds(time: float, *, is_in_seconds: bool) -> int:
     """Return a time in whole milliseconds."""
     return round(time * _MS_PER_S) if is_in_seconds else int(time)
+
+
+def checked(model: type[Model], entry: object, where: str, place: str = "") -> Model:
+    """Return an object of a trace as a `model`, or raise `ConfigError` with the place in the file and in the object."""
+    found = check(model, entry, tuple(place.split(".")) if place else ())
+    if isinstance(found, list):
+        raise ConfigError(str(found[0]), location=where)
+    return found

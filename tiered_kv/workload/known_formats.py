@@ -27,14 +27,29 @@ _OBJECTS = (
     ("a list of prompts has the text of them", {"text_input"}),
 )
 """For each format, what it has in place of ids of blocks, and fields that only this format has."""
+_ALONE = (
+    (
+        "aiperf's records of metrics have no prompts: run it with --export-level raw, which writes "
+        "profile_export_raw.jsonl",
+        {"metadata", "metrics"},
+    ),
+)
+"""Advice on formats that come with another file, which is read."""
+_TIMES = {"timestamp", "delay"}
+_PROMPTS = {"messages", "text_input", "payload"}
 _IDS = {"hash_ids", "chunk_hashes"}
 _KEY = re.compile(rb'"([^"\\]{1,64})"\s*:')
 _PARQUET = b"PAR1"
+_LOG = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b|^\[20\d\d-\d\d-\d\d ")
 
 
 def object_advice(keys: Iterable[str]) -> str:
     """Return what to do with an object that has these fields; empty if its format is not known."""
     names = set(keys)
+    if names & _TIMES and names & _PROMPTS:
+        return ""  # `turns` reads it
+    if alone := next((advice for advice, fields in _ALONE if fields <= names), ""):
+        return alone
     about = next((about for about, fields in _OBJECTS if fields <= names and not names & _IDS), "")
     return about and f"{about}, and no ids of blocks (hash_ids): {GET_IDS}"
 
@@ -54,6 +69,11 @@ def text_advice(head: bytes) -> str:
         return (
             "this log of LMCache has no ids of blocks; the files lookup_hashes_*.jsonl can be read, which its server "
             "writes with --lookup-hash-log-dir"
+        )
+    if _LOG.search(line):
+        return (
+            "a log with no request in it: vLLM writes them with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG, "
+            "SGLang with --log-requests --log-requests-level 3"
         )
     columns = [column.strip().strip('"') for column in re.split(r"[,;\t]", line)]
     if len(columns) > 1 and not line.startswith("{"):

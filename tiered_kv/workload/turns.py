@@ -5,6 +5,7 @@
 - Mooncake, with `session` and `hints` of our own: the line has the whole prompt.
 - Qwen-Bailian (`chat_id`, `parent_chat_id`): the whole prompt, times in seconds.
 - LMCache's log of lookups (`chunk_hashes`, `seq_len`): the whole prompt, times in seconds.
+- aiperf's lines with the text of a prompt (`text_input`, `messages`, `payload`): the whole prompt.
 - Sessions with `session_id`, as aiperf writes and reads them: a line has the blocks that its turn adds, unless
   `context_mode` says otherwise. Other tools write whole prompts with the same fields, so the ids decide. Whole prompts
   of a session begin with the same block; the blocks that a turn adds repeat no earlier block.
@@ -19,12 +20,13 @@ from typing import Annotated, Literal, cast
 
 from pydantic import AfterValidator, BaseModel
 
-from tiered_kv.config.validation import check
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import Hints
 from tiered_kv.workload.agents import is_session
-from tiered_kv.workload.fields import HashIds, Time, Whole, milliseconds
+from tiered_kv.workload.fields import HashIds, Time, Whole, checked, milliseconds
+from tiered_kv.workload.forms import Form
 from tiered_kv.workload.known_formats import GET_IDS
+from tiered_kv.workload.prompts import CONVERT, PromptBlocks, contents_of
 from tiered_kv.workload.request import Request, id_number
 
 _UNCLEAR = (
@@ -80,10 +82,15 @@ class _SessionTurns:
 
 
 class Turns:
-    """Makes requests of lines. One thread calls."""
+    """Makes requests of lines. One thread calls.
 
-    def __init__(self, time_unit: str) -> None:
+    `form` is that of the last line.
+    """
+
+    def __init__(self, time_unit: str, blocks: PromptBlocks | None = None) -> None:
         self._time_unit = time_unit
+        self._blocks = blocks
+        self.form: Form | None = None
         self._has_begun = False
         self._chats: dict[str, str] = {}
         """The first chat of each chat's chain, by chat."""
@@ -98,14 +105,12 @@ class Turns:
         if is_session(entry):
             problem = "an agents' session, with hash_id_scope and requests, among lines with a request: give it alone"
             raise ConfigError(problem, location=where)
+        form = None
         if isinstance(entry, dict) and "hash_ids" not in entry:
-            if "chunk_hashes" not in entry:
-                raise ConfigError(f"hash_ids: this key is required; {GET_IDS}", location=where)
-            entry = {**entry, "hash_ids": entry["chunk_hashes"], "input_length": entry.get("seq_len")}
-        line = check(_Line, entry)
-        if isinstance(line, list):
-            raise ConfigError(str(line[0]), location=where)
-        is_lookup = isinstance(entry, dict) and "chunk_hashes" in entry
+            form, entry = self._with_ids(entry, where)
+        line = checked(_Line, entry, where)
+        self.form = form or _form(line)
+        is_lookup = form is Form.LOOKUPS
         is_in_seconds = self._time_unit == "s" if self._time_unit else is_lookup or line.parent_chat_id is not None
         own, joint = (_name(line.session), _name(line.session_id))
         self._check_unit(line, where, is_in_seconds)
@@ -121,6 +126,24 @@ class Turns:
         if own or joint:
             self._sessions.setdefault(own or joint, _SessionTurns()).last_ms = at_ms
         return Request(at_ms, tokens, line.output_length or 0, ids, own or joint or self._chain(line), line.hints)
+
+    def _with_ids(self, entry: dict[str, object], where: str) -> tuple[Form, dict[str, object]]:
+        """Return the form of a line without `hash_ids`, and the line with them."""
+        if "chunk_hashes" in entry:
+            return Form.LOOKUPS, {**entry, "hash_ids": entry["chunk_hashes"], "input_length": entry.get("seq_len")}
+        payload = entry.get("payload")
+        body = payload if isinstance(payload, dict) else {**entry, "prompt": entry.get("text_input")}
+        contents = contents_of(body)
+        if not contents:
+            raise ConfigError(f"hash_ids: this key is required; {GET_IDS}", location=where)
+        if self._blocks is None:
+            raise ConfigError(CONVERT, location=where)
+        if len(contents) > 1 or ("text_input" in entry and entry.get("session_id") in self._sessions):
+            problem = "expected a whole prompt in each line; of sessions, lines with messages are read"
+            raise ConfigError(problem, location=where)
+        length, ids = self._blocks.ids_of(contents[0], where)
+        mode = "message_array_with_responses"
+        return Form.TEXTS, {**entry, "hash_ids": [*ids], "input_length": length, "context_mode": mode}
 
     def _check_unit(self, line: _Line, where: str, is_in_seconds: bool) -> None:
         """Refuse seconds since 1970 that would be read as milliseconds. Only the first line is checked."""
@@ -176,6 +199,14 @@ class Turns:
         if not session.is_whole:
             session.given.update(new)
         return session.prompt, session.tokens
+
+
+def _form(line: _Line) -> Form:
+    if line.parent_chat_id is not None:
+        return Form.BAILIAN
+    if line.session or line.hints:
+        return Form.OWN
+    return Form.TURNS if line.session_id or line.timestamp is None else Form.MOONCAKE
 
 
 def _name(session: str | int | None) -> str:
