@@ -139,6 +139,7 @@ def pytest_collection() -> Generator[None, object, object]:
         collected = yield
         _keep_what_boto3_parses()
         _start_obstore()
+        _start_hypothesis()
         gc.collect()
         gc.freeze()
         return collected
@@ -164,6 +165,16 @@ def _start_obstore() -> None:
         import obstore.store
 
         list(obstore.list(obstore.store.MemoryStore()))
+
+
+def _start_hypothesis() -> None:
+    """Let Hypothesis register its random numbers: it warns where nothing but a frozen object seems to hold them."""
+
+    @hypothesis.given(hypothesis.strategies.none())
+    def nothing(_: None) -> None:
+        pass
+
+    nothing()
 
 
 @pytest.hookimpl(wrapper=True)

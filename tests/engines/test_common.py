@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import validate
-from tiered_kv.engines.facts import computing_packages, counting_variables
+from tiered_kv.engines.facts import computing_packages, counting_variables, files_digest
 from tiered_kv.engines.ignored import ignored_settings
 from tiered_kv.engines.prefill_meter import PREFILL_SHARE_MIN, STEPS_MAX, PrefillMeter, TokenCost
 from tiered_kv.engines.settings import UserModelNamespace
@@ -48,6 +49,23 @@ def test_an_ignored_variable_does_not_count() -> None:
 )
 def test_what_differs_between_the_replicas_of_a_deployment_does_not_count(name: str) -> None:
     assert counted(**{name: "10.0.0.7"}) == {}
+
+
+def test_weights_that_cannot_be_looked_at_are_an_error_and_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("1.safetensors", "2.safetensors"):
+        (tmp_path / name).write_bytes(b"weights")
+    stat = os.stat
+
+    def fail(path: str | Path, **more: bool) -> os.stat_result:
+        if str(path).endswith("2.safetensors"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return stat(path, **more)
+
+    monkeypatch.setattr(os, "stat", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        files_digest(str(tmp_path))
 
 
 def test_a_file_counts_by_its_content(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def replay(address: str, requests: Sequence[Request], engines: int) -> list[int]
 def start_engine(address: str, requests: Sequence[Request]) -> socket.socket:
     """Start a process that serves the requests whose numbers it gets, and answers how many blocks each hit."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if os.fork():
+    if os.fork():  # noqa: TID251 (before any thread)
         theirs.close()
         return ours
     ours.close()

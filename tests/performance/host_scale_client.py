@@ -152,7 +152,7 @@ def crowd(path: str, count: int) -> None:
     children = []
     for number in range(count):
         reader, writer = os.pipe()
-        child = os.fork()
+        child = os.fork()  # noqa: TID251 (it ends by a kill)
         if not child:
             client = Client(path, f"crowd-{number}")
             client.send(protocol.GRANT, 4)

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.forks import fork
 from tests.support.host_server import Engine, Served, keys_of, raw_client, server_process, serving, stack_of
 from tiered_kv.server import protocol
 from tiered_kv.server.served_stack import ServedStack
@@ -167,7 +168,7 @@ def test_a_forked_child_changes_nothing_for_its_parent(tmp_path: Path) -> None:
     with server_process(tmp_path):
         engine = Engine(f"unix:{tmp_path}/cache.sock", "first")
         engine.store(KEYS)
-        pid = os.fork()
+        pid = fork()
         if not pid:
             os._exit(0)
         os.waitpid(pid, 0)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forks import fork
 from tests.support.kernels import MACHINES, give_transparent, write_machine
 from tests.support.stacks import stack_of
 from tiered_kv.cpu.region import PrimaryRegion
@@ -310,7 +311,7 @@ def test_only_the_server_changes_generations() -> None:
 
 def ended(work: Callable[[], object]) -> int:
     """Return the exit code of a forked child that does some work: 0, or minus the signal that ended it."""
-    child = os.fork()
+    child = fork()
     if not child:
         status = 1
         faulthandler.disable()

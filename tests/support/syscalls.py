@@ -244,7 +244,7 @@ class TracedChild:
         self._error_path = log.with_suffix(".error")
         self._error_path.unlink(missing_ok=True)
         assert threading.active_count() == 1, "a process with several threads cannot be forked"
-        self.pid = os.fork()
+        self.pid = os.fork()  # noqa: TID251 (the only thread)
         if not self.pid:
             self._be_child(work)
 

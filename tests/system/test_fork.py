@@ -16,6 +16,7 @@ from types import FrameType
 import numpy as np
 import pytest
 
+from tests.support.forks import fork
 from tests.support.interrupts import handled, signal_main_thread
 from tests.support.stacks import stack_of
 from tiered_kv.config.namespace import Namespace
@@ -35,7 +36,7 @@ BLOCKS = np.ones((2, BLOCK_BYTES), dtype=np.uint8)
 def forked(work: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Have a child that does some work, and lives until the end of the block."""
     reader, writer = os.pipe()
-    child = os.fork()
+    child = fork()
     if not child:
         status = 1
         signal.alarm(60)
@@ -96,9 +97,9 @@ def test_a_child_that_a_signal_handler_forks_does_not_wait_for_the_parent_s_call
     calls, has_forked = CallThread("tiered-kv-calls"), threading.Event()
     child: int | None = None
 
-    def fork(number: int, frame: FrameType | None) -> None:
+    def fork_once(number: int, frame: FrameType | None) -> None:
         nonlocal child
-        child = os.fork()
+        child = fork()
         if not child:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(60)
@@ -111,7 +112,7 @@ def test_a_child_that_a_signal_handler_forks_does_not_wait_for_the_parent_s_call
 
     status = 1
     try:
-        with handled(fork):
+        with handled(fork_once):
             calls.run(last_until_the_fork)
     except ShutdownError:
         status = 0

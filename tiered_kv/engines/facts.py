@@ -8,11 +8,13 @@ variables and packages of a release count by default.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import re
+import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -62,10 +64,10 @@ def files_digest(model: str) -> str | None:
     files. So other weights have another digest, but a change of a few values may not show. A copy on another machine
     has the same digest.
     """
-    path = Path(model)
-    if path.is_file():
+    path, mode = Path(model), _mode(Path(model))
+    if stat.S_ISREG(mode):
         files = [path]
-    elif path.is_dir():
+    elif stat.S_ISDIR(mode):
         files = sorted(each for each in path.iterdir() if _counts(each))
         if not any(each.suffix in _SUFFIXES for each in files):
             return None
@@ -95,7 +97,20 @@ def content_of(value: object) -> str | None:
 
 def _counts(path: Path) -> bool:
     is_named = path.suffix in _SUFFIXES | _BESIDE or (path.suffix == ".json" and _DESCRIBES.search(path.name))
-    return bool(is_named) and path.is_file()
+    return bool(is_named) and stat.S_ISREG(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """Return the type and mode of a file or directory; 0 if there is none.
+
+    A file that cannot be looked at is an error on every Python. From 3.14 on `Path.is_file` says that there is none.
+    """
+    try:
+        return path.stat().st_mode
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return 0
+        raise
 
 
 def _starts(size: int, samples: int) -> list[int]:

@@ -36,7 +36,7 @@ def open_directory(path: str, *, make: bool = True) -> int:
     """
     if make:
         for each in (*reversed(Path(path).parents), Path(path)):
-            each.mkdir(DIRECTORY_MODE, exist_ok=True)
+            _make(each)
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -45,6 +45,18 @@ def open_directory(path: str, *, make: bool = True) -> int:
                 f"expected a directory, found the symbolic link {path}; give the path that it leads to", location="path"
             ) from error
         raise
+
+
+def _make(path: Path) -> None:
+    """Make a directory unless it is there. An error of the file system stays itself, which `Path.is_dir` would hide."""
+    try:
+        path.mkdir(DIRECTORY_MODE)
+    except OSError:
+        is_there = False
+        with suppress(FileNotFoundError):
+            is_there = stat.S_ISDIR(os.stat(path).st_mode)
+        if not is_there:
+            raise
 
 
 def check_directory(fd: int, path: str, names: Collection[str]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.faulty import FourMethodTier, Gate
+from tests.support.forks import fork
 from tests.support.stacks import Register, ReplaceModule, stack_of
 from tests.support.threads import meanwhile, no_threads
 from tiered_kv.config.stack_config import MetricsSettings
@@ -277,7 +278,7 @@ def test_a_stack_is_scraped_while_it_works(stack: Stack) -> None:
 
 
 def test_a_forked_child_does_not_close_the_server(stack: Stack) -> None:
-    child = os.fork()
+    child = fork()
     if not child:
         stack.close()
         os._exit(0)
