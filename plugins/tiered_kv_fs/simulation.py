@@ -14,6 +14,5 @@ class FsKeys(KeyStore):
 
     load_steps = 4
 
-    @staticmethod
-    def room_bytes(record_bytes: int) -> int:
+    def room_bytes(self, record_bytes: int) -> int:
         return round_up(record_bytes)

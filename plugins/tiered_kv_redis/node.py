@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis import Redis
 from redis.connection import Connection, ConnectionPool
@@ -36,6 +36,14 @@ _RENEW_PAUSE_S = 0.5
 _NARROW_S = 600.0
 """How long loads ask for fewer bytes at once, after a closed connection. It ends, as a proxy may be the cause."""
 _PROBE_NAME = "tkv1:probe"  # no block has it
+
+
+class ServerMemory(NamedTuple):
+    """What a server says of its memory."""
+
+    limit_bytes: int  # `maxmemory`; 0: no limit
+    policy: str
+    allocator: str
 
 
 class Node:
@@ -176,11 +184,12 @@ class Node:
         """Return a redis-py client with separate connections; close it after use."""
         return Redis.from_pool(ConnectionPool(**self._pool_settings))
 
-    def memory_limit(self) -> tuple[int, str] | None:
-        """Return the server's `maxmemory` in bytes (0: no limit) and its policy; None if it refuses INFO."""
+    def memory(self) -> ServerMemory | None:
+        """Ask the server for its limit; return None if it refuses INFO."""
         with contextlib.closing(self.client()) as client, contextlib.suppress(RedisError, OSError):
-            memory = client.info("memory")
-            return int(memory["maxmemory"]), str(memory["maxmemory_policy"])
+            found = client.info("memory")
+            limit, policy = int(found["maxmemory"]), str(found["maxmemory_policy"])
+            return ServerMemory(limit, policy, str(found.get("mem_allocator", "unknown")))
         return None
 
     def retire(self) -> None:

@@ -17,6 +17,7 @@ from tiered_kv.config.secrets import STRAY_CHARACTER, stray_character
 from tiered_kv.config.units import Bytes, Count, FilePath, Seconds
 from tiered_kv.system.limits import Take
 from tiered_kv.toolkit.codecs import CodecSettings
+from tiered_kv_redis.allocators import KNOWN
 
 _HOST_CHARACTERS = r"[^\s:/@\[\]]+"
 _ADDRESS = re.compile(rf"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>{_HOST_CHARACTERS})):(?P<port>\d{{1,5}})")
@@ -95,6 +96,11 @@ class RedisSettings(CodecSettings):
         gt=0,
         le=60,
         description="How long a connection may take to open, and a cluster's server be silent in a transfer.",
+    )
+    allocator: str | None = Field(
+        default=None,
+        pattern=f"^({KNOWN.pattern})$",
+        description="The server's `mem_allocator`, such as libc: for `tiered-kv simulate`, which asks no server.",
     )
 
     @property

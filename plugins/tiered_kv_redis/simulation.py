@@ -6,6 +6,8 @@ The simulation calls it on its one thread. It has sizes and keys, and no bytes.
 from __future__ import annotations
 
 from tiered_kv.toolkit.keys_only import KeyStore
+from tiered_kv_redis.allocators import DEFAULT, room_bytes
+from tiered_kv_redis.settings import RedisSettings
 
 
 class RedisKeys(KeyStore):
@@ -13,8 +15,7 @@ class RedisKeys(KeyStore):
 
     load_steps = 4
 
-    @staticmethod
-    def room_bytes(record_bytes: int) -> int:
-        """Return what Redis's allocator, jemalloc, takes: it has four sizes between two powers of two."""
-        step = 1 << max(4, (record_bytes - 1).bit_length() - 3)
-        return -(-record_bytes // step) * step
+    def room_bytes(self, record_bytes: int) -> int:
+        """Return what the server's allocator takes: there is no server here, and the settings say which it has."""
+        allocator = self.settings.allocator if isinstance(self.settings, RedisSettings) else None
+        return room_bytes(record_bytes, allocator or DEFAULT) or record_bytes

@@ -22,9 +22,10 @@ from tiered_kv.toolkit.blocking import BlockingTier
 from tiered_kv.toolkit.failure_texts import OF_LOOKUPS
 from tiered_kv.toolkit.jobs import ALL_DONE, Outcome
 from tiered_kv.toolkit.queued import block_bytes_of
-from tiered_kv.toolkit.record import codecs_of
+from tiered_kv.toolkit.record import codecs_of, record_bytes_max
 from tiered_kv.toolkit.touches import Touches
 from tiered_kv_redis import reasons as why
+from tiered_kv_redis.allocators import room_bytes
 from tiered_kv_redis.blocks import Blocks
 from tiered_kv_redis.connection import check_tls_files
 from tiered_kv_redis.epoch import KeySpace
@@ -147,19 +148,29 @@ class RedisTier(BlockingTier):
         }
 
     def _limits(self) -> Mapping[str, object]:
-        """Return the limits of the servers' memory, and a warning if there are none."""
-        limits = [limit for node in self._topology.nodes() if (limit := node.memory_limit()) is not None]
-        if not limits:
+        """Return the limits of the servers' memory, what a block takes of it, and a warning if there are none."""
+        servers = [memory for node in self._topology.nodes() if (memory := node.memory()) is not None]
+        if not servers:
             return {"maxmemory": "unknown: the server answers no INFO"}
-        memory, policies = {bytes_ for bytes_, _ in limits}, {policy for _, policy in limits}
-        described = {
-            "maxmemory": ", ".join(sorted(map(format_bytes, memory))),
+        limits, policies = {each.limit_bytes for each in servers}, {each.policy for each in servers}
+        allocators = sorted({each.allocator for each in servers})
+        rooms = [room_bytes(record_bytes_max(self.block_bytes), each.allocator) for each in servers]
+        described: dict[str, object] = {
+            "maxmemory": ", ".join(sorted(map(format_bytes, limits))),
             "maxmemory_policy": ", ".join(sorted(policies)),
+            "allocator": ", ".join(allocators),
         }
-        if 0 in memory:
+        if known := [room for room in rooms if room is not None]:
+            described["block_room_bytes"] = max(known)
+        if len(known) == len(servers) and 0 not in limits:
+            described["blocks_max"] = sum(each.limit_bytes // room for each, room in zip(servers, known, strict=True))
+        told = self._settings.allocator
+        if 0 in limits:
             described["warning"] = "maxmemory is 0: the server takes memory until there is none; set it"
         elif "noeviction" in policies:
             described["warning"] = "the policy is noeviction: a full server refuses stores; set allkeys-lru"
+        elif told is not None and allocators != [told]:
+            described["warning"] = f"'allocator' is {told}, and the server's is {allocators[0]}: simulations are wrong"
         return described
 
     def _refused_writes(self) -> dict[str, object]:

@@ -15,6 +15,7 @@ from tests.support.status_server import StatusServer, response
 from tests.support.zstd import MODULES
 from tiered_kv.cli import check as command
 from tiered_kv.errors import MissingExtraError
+from tiered_kv.stack.open import open_stack
 from tiered_kv.tiering.base import JobMetadata, JobResult
 
 
@@ -37,8 +38,11 @@ def test_a_tier_that_opens_and_stores_nothing_fails(tmp_path: Path, check: Comma
 
 
 def test_a_redis_that_is_full_and_evicts_nothing_fails(tmp_path: Path, check: Command) -> None:
-    with RedisServer(tmp_path / "redis", ("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")) as server:
-        found = check.json(stack_file(tmp_path, f"type: redis, url: '{server.url}'"), status=1)["tiers"][1]
+    with RedisServer(tmp_path / "redis", ("--maxmemory-policy", "noeviction")) as server:
+        file = stack_file(tmp_path, f"type: redis, url: '{server.url}'")
+        open_stack(file).close()  # so that the server has the epoch's mark, with which the tier opens
+        server.call("CONFIG", "SET", "maxmemory", "1")
+        found = check.json(file, status=1)["tiers"][1]
     assert (
         f"no_space; a write fails, so stores may fail too: the server 127.0.0.1:{server.port} has no" in found["error"]
     )

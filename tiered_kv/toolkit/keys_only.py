@@ -41,6 +41,7 @@ class KeyStore:
 
     def __init__(self, settings: TierSettings, block_bytes: int, clock: Callable[[], float]) -> None:
         self.clock = clock
+        self.settings = settings
         encrypts = isinstance(settings, CodecSettings) and CODEC_IDS[settings.codec] in ENCRYPTED_IDS
         self.overhead_bytes = ENVELOPE_BYTES if encrypts else 0
         self.record_bytes = self.room_bytes(HEADER_BYTES + block_bytes + self.overhead_bytes)
@@ -54,8 +55,7 @@ class KeyStore:
                 f"{self.capacity_bytes} bytes do not hold one block", location=settings.storage_settings.capacity
             )
 
-    @staticmethod
-    def room_bytes(record_bytes: int) -> int:
+    def room_bytes(self, record_bytes: int) -> int:
         """Return the bytes that a record takes of the capacity; some storage rounds them up."""
         return record_bytes
 
