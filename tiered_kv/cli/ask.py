@@ -6,15 +6,10 @@ another version, or have no stack. What must stay true: each status is checked, 
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import os
-import re
-import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
@@ -22,23 +17,15 @@ from tiered_kv.cli.output import printable
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.config.validation import validate
-from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
+from tiered_kv.errors import ConfigError, FormatError
 from tiered_kv.metrics.histogram import quantile
 from tiered_kv.metrics.metric import TOTAL, Metric
 from tiered_kv.metrics.vocabulary import MANAGER
+from tiered_kv.stack.exporters.client import ANSWER_BYTES_MAX, DEFAULT_ADDRESS, fetch, is_address, url_of_address
 
-ANSWER_BYTES_MAX: Final = 8 << 20
-TIMEOUT_S: Final = 5.0
-_REASON_BYTES_MAX: Final = 1000
-DEFAULT_ADDRESS: Final = "127.0.0.1:9464"
+__all__ = ["ANSWER_BYTES_MAX", "DEFAULT_ADDRESS", "fetch", "is_address", "read_status", "url_of", "view_of"]
+
 _LINE: Final = f'metrics: {{listen: "{DEFAULT_ADDRESS}"}}'
-_HOST_AND_PORT = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
-_PATH = re.compile("[!-~]*")
-
-
-def is_address(text: str) -> bool:
-    """Return whether a text is a URL or HOST:PORT, and not the path of a file."""
-    return "://" in text or _HOST_AND_PORT.fullmatch(text) is not None
 
 
 def url_of(text: str) -> str:
@@ -49,52 +36,7 @@ def url_of(text: str) -> str:
     Raises:
         ConfigError: `text` is none of these, or the file has no `metrics.listen`.
     """
-    if not is_address(text):
-        return from_source(text, _url_of_stack)
-    try:
-        parts = urlsplit(text if "://" in text else f"http://{text}")
-        is_plain = parts.port != 0 and "@" not in parts.netloc and not (parts.query or parts.fragment)
-    except ValueError:
-        is_plain = False
-    if not (is_plain and parts.hostname and parts.scheme in ("http", "https") and _PATH.fullmatch(parts.path)):
-        raise ConfigError(
-            f"expected a URL such as http://{DEFAULT_ADDRESS}, without user, password, query and fragment, or the path "
-            "of a stack's file"
-        )
-    path = parts.path.rstrip("/").removesuffix("/status").removesuffix("/metrics")
-    return f"{parts.scheme}://{parts.netloc}{path}"
-
-
-def fetch(url: str, page: str, timeout_s: float = TIMEOUT_S) -> bytes:
-    """Return the body of a page, such as "/status". The call waits up to `timeout_s` seconds for each part of it.
-
-    Raises:
-        ConfigError: The server refuses the query in `page`.
-        TierUnavailableError: The server does not answer, or has no such page.
-    """
-    parts = urlsplit(url)
-    protocol = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    try:
-        with contextlib.closing(protocol(parts.netloc, timeout=timeout_s)) as connection:
-            connection.request("GET", f"{parts.path}{page}", headers={"Accept": "application/json"})
-            with connection.getresponse() as response:
-                body = response.read(ANSWER_BYTES_MAX + 1)
-    except TimeoutError:
-        raise TierUnavailableError(f"no answer within {timeout_s:g} s") from None
-    except ssl.SSLError as error:
-        raise TierUnavailableError(f"TLS failed: {error.reason or 'unknown reason'}") from error
-    except (http.client.HTTPException, ValueError) as error:
-        raise TierUnavailableError(f"the answer is not HTTP, or was cut off ({type(error).__name__})") from error
-    except OSError as error:
-        raise TierUnavailableError((error.strerror or type(error).__name__).lower()) from error
-    if len(body) > ANSWER_BYTES_MAX:
-        raise TierUnavailableError(f"the answer has more than {ANSWER_BYTES_MAX >> 20} MiB")
-    if response.status == http.HTTPStatus.BAD_REQUEST:
-        why = body[:_REASON_BYTES_MAX].decode(errors="replace").strip()
-        raise ConfigError(f"{url} refuses: {why if why.isprintable() else 'no reason that can be shown'}")
-    if response.status != http.HTTPStatus.OK:
-        raise TierUnavailableError(f"it answers with HTTP status {response.status}, not with {page}")
-    return body
+    return url_of_address(text) if is_address(text) else from_source(text, _url_of_stack)
 
 
 def _url_of_stack(raw: Mapping[str, object]) -> str:

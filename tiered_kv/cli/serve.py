@@ -22,7 +22,7 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Final
 
-from tiered_kv.cli.arguments import describe_use, file_path, positive_int
+from tiered_kv.cli.arguments import describe_use, file_path, positive_int, size
 from tiered_kv.cli.output import Status, print_json, print_text
 from tiered_kv.errors import ConfigError
 from tiered_kv.server.descriptors import raise_limit
@@ -65,6 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-user", metavar="USER", type=_user, action="append", default=[], help="who may connect, besides oneself"
     )
+    parser.add_argument(
+        "--warm-from",
+        metavar="ADDRESS-OR-STACK",
+        help="whose hottest blocks fill memory, behind the start: HOST:PORT of a running stack's metrics, a saved "
+        "list, or a stack's file with 'warm' (the list that this server saved at its last end)",
+    )
+    parser.add_argument(
+        "--warm-rate", metavar="BYTES/s", type=_rate, help="how fast at most; 0 for not at all (256MiB/s)"
+    )
     describe_use(
         parser,
         ("tiered-kv serve stack.yaml --socket /run/tiered-kv/cache.sock", "until Ctrl-C, or SIGTERM"),
@@ -82,6 +91,8 @@ def run(args: argparse.Namespace) -> Status:
     listener = _passed_listener() or _listener(args.socket, is_shared=bool(args.allow_user))
     where = str(listener.getsockname())
     why = "it was stopped"
+    given = {"source": args.warm_from, "rate": args.warm_rate}
+    warm = {name: value for name, value in given.items() if value is not None}
 
     def remove() -> None:
         if isinstance(listener, Listener):  # a socket of systemd stays, and starts a server for the next engine
@@ -104,7 +115,7 @@ def run(args: argparse.Namespace) -> Status:
         undo.callback(listener.close)
         try:
             with _ending_in_time(remove):
-                namespaces = Namespaces(args.stack, args.namespaces)
+                namespaces = Namespaces(args.stack, args.namespaces, warm)
                 namespaces.socket_path = Path(where)
                 version, process = version_of("tiered-kv"), os.getpid()
                 _log.info("tiered-kv %s, process %d: %s with %s", version, process, args.stack, namespaces.tiers)
@@ -189,6 +200,10 @@ def _notify(state: str) -> None:
     if address:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.sendto(state.encode(), address.replace("@", "\0", 1))
+
+
+def _rate(text: str) -> int:
+    return 0 if text == "0" else size(text)
 
 
 def _user(text: str) -> int:

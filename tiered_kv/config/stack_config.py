@@ -31,6 +31,7 @@ _ADDRESSES = ["tcp://127.0.0.1:5557", "ipc:///run/kv-events"]
 TOPICS_MAX = 64
 RECORDING_BYTES = 1 << 30
 RECORDING_BYTES_MIN = 1 << 20
+WARM_RATE = 256 << 20
 Topic = Annotated[str, Field(max_length=256)]
 _TOPIC_SCHEMA: dict[str, Any] = {"type": "string", "maxLength": 256}
 _TOPICS_SCHEMA: dict[str, Any] = {
@@ -222,6 +223,22 @@ class RecordSettings(StrictModel):
     )
 
 
+class WarmSettings(StrictModel):
+    """How a new stack gets the blocks that an earlier one had in memory."""
+
+    path: FilePath | None = Field(
+        default=None, description="The list of the memory's hottest blocks: written at a clean end, read at the start."
+    )
+    source: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="Where the start reads instead: HOST:PORT or the URL of a running stack's `metrics`, or the path "
+        "of a list, or of a stack's file with `warm`.",
+    )
+    rate: Bytes = Field(default=WARM_RATE, ge=0, description="Bytes a second at most; 0 to load nothing.")
+
+
 class StackConfig(StrictModel):
     """A whole stack. `load_config` makes one from a file or a mapping; a program may make one itself."""
 
@@ -263,6 +280,9 @@ class StackConfig(StrictModel):
     record: RecordSettings | None = Field(
         default=None, description="Record which blocks requests ask for, as a trace for simulate; a path, or settings."
     )
+    warm: WarmSettings | None = Field(
+        default=None, description="Keep the list of the memory's hottest blocks over a restart; a path, or settings."
+    )
 
     @property
     def primary_blocks(self) -> int:
@@ -296,10 +316,10 @@ class StackConfig(StrictModel):
         """Read `prefill: off`, which YAML turns into False, as `tokens_per_s: off`."""
         return {"tokens_per_s": "off"} if prefill is False or prefill == "off" else prefill
 
-    @field_validator("record", mode="before")
+    @field_validator("record", "warm", mode="before")
     @classmethod
-    def _a_path_is_enough(cls, record: object) -> object:
-        return {"path": record} if isinstance(record, str) else record
+    def _a_path_is_enough(cls, given: object) -> object:
+        return {"path": given} if isinstance(given, str) else given
 
     @field_validator("secondary", mode="before")
     @classmethod
@@ -377,7 +397,8 @@ def stack_schema() -> Schema:
     )
     schema["properties"]["secondary"]["items"] = {"oneOf": entries}
     schema["properties"]["prefill"]["anyOf"].append(_OFF_SCHEMA)
-    schema["properties"]["record"]["anyOf"].append({"type": "string", "minLength": 1})
+    for name in ("record", "warm"):
+        schema["properties"][name]["anyOf"].append({"type": "string", "minLength": 1})
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "tiered-kv stack"
     return schema

@@ -66,6 +66,11 @@ class CPUBackend(Backend):
         self.table = RowTable(region.num_blocks)
         self._free: list[int] = unwatched([])  # free rows that have been used; the last is allocated first
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether further rows may become free without an eviction: their memory is being allocated."""
+        return False
+
     def get_num_free_blocks(self) -> int:
         return len(self._free) + self.num_blocks - len(self.table)
 

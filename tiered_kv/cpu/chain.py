@@ -198,3 +198,20 @@ class RequestChain:
             given.append(position)
         self._next_position = following
         return given
+
+
+class OldChain(RequestChain):
+    """The chain of blocks that no request of this process has used: it is older than every request.
+
+    Args:
+        age: Of two such chains, the one with the larger age is the older one; from 1.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, age: int) -> None:
+        super().__init__()
+        self.last_use = -age
+
+    def refresh(self) -> None:
+        """Stay as old: a load of such a block is no use."""

@@ -67,8 +67,15 @@ PREFETCHED: Final = Metric(
     ("outcome",),
     values=_each("used", "unused", "refused"),
 )
+WARMED: Final = Metric(
+    "warmed_blocks_total",
+    "Blocks of a warm start: loaded, present before that, absent in all tiers, and refused as memory was full.",
+    ("outcome",),
+    values=_each("loaded", "present", "absent", "refused"),
+)
 PRIMARY: Final = table(
     PREFETCHED,
+    WARMED,
     Metric("used_blocks", "Blocks in the primary tier."),
     Metric("used_bytes", "Bytes of the blocks in the primary tier."),
     Metric("capacity_bytes", "Bytes of the whole primary tier."),

@@ -20,7 +20,7 @@ from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.secrets import error_text
-from tiered_kv.config.stack_config import MetricsSettings, StackConfig, load_config
+from tiered_kv.config.stack_config import MetricsSettings, StackConfig, WarmSettings, load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import validate
 from tiered_kv.direct.tiers import part_of
@@ -40,6 +40,7 @@ BLOCK_BYTES_MIN: Final = 128
 """The least size of a client's block. Beside the rows, the server needs 8 bytes for each row (24 during the opening),
 and about 450 for each stored block. So a client makes it take at most some five times the capacity."""
 _DIGEST_CHARACTERS: Final = 12
+_LIST_CHARACTERS: Final = 16  # of the digest, in the name of a list, as in that of the file of resets
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ class Namespaces:
     Args:
         source: The stack's file, or a mapping. If it has no `namespace` and `block`, engines give them.
         count: How many namespaces there may be at a time. They divide the capacities evenly.
+        warm: Settings of the warm start that go before those of the file; None if only the file decides. With these, a
+            file without `warm` has its list beside the socket, or in the service's STATE_DIRECTORY.
 
     Attributes:
         socket_path: The path at which the server listens; None without a path. Set before a stack is opened.
@@ -63,12 +66,17 @@ class Namespaces:
         ConfigError: The file cannot be used.
     """
 
-    def __init__(self, source: str | os.PathLike[str] | Mapping[str, object], count: int = 1) -> None:
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Mapping[str, object],
+        count: int = 1,
+        warm: Mapping[str, object] | None = None,
+    ) -> None:
         self._raw: dict[str, Any] = from_source(source, lambda raw: fill_variables(raw, os.environ))
         # The server, and no stack, serves the metrics: from its start, for all namespaces at one address.
         metrics = self._raw.pop("metrics", None)
         self._metrics = None if metrics is None else validate(MetricsSettings, metrics, ("metrics",))
-        self._count = count
+        self._count, self._warm = count, warm
         self._own: StackConfig | None = None
         if "namespace" in self._raw:
             if "block" not in self._raw:
@@ -86,6 +94,9 @@ class Namespaces:
         if self._raw.get("record") and count > 1:
             message = "only one stack can record into this file: start a server for each namespace, or leave it out"
             raise ConfigError(message, location="record")
+        if self._raw.get("warm") and count > 1:
+            message = "only one stack can write this list: leave it out, and each has one beside the socket"
+            raise ConfigError(message, location="warm")
         if self._raw.get("audit"):
             message = "a server compares no blocks: only an engine's own stack is audited; leave it out"
             raise ConfigError(message, location="audit")
@@ -118,7 +129,7 @@ class Namespaces:
     def open_own(self) -> None:
         """Open the stack of the file, if it has a namespace, before any engine needs it."""
         if self._own is not None:
-            self._stacks[self._own.identity.digest] = ServedStack(self._own, lambda: self.wake(), self.socket_path)
+            self._stacks[self._own.identity.digest] = self._serve(self._own)
 
     def open_pages(self) -> StatusServer | None:
         """Return the server of metrics and status, which answers now; None without the setting. The caller closes it.
@@ -171,7 +182,7 @@ class Namespaces:
         try:
             if idle is not None:  # first: both stacks may have one directory
                 idle.close(CLOSE_S)
-            opened = ServedStack(config, lambda: self.wake(), self.socket_path)
+            opened = self._serve(config)
         except TieredKVError as error:
             _log.error("a stack cannot be opened: %s", error_text(error, config.secret_texts()))
             opened = error
@@ -179,6 +190,20 @@ class Namespaces:
             _log.exception("a stack cannot be opened")
             opened = TieredKVError(f"a stack cannot be opened: {type(error).__name__}")
         call_soon(lambda: self._opened(config.identity.digest, opened, call_soon))
+
+    def _serve(self, config: StackConfig) -> ServedStack:
+        return ServedStack(self._warmed(config), lambda: self.wake(), self.socket_path)
+
+    def _warmed(self, config: StackConfig) -> StackConfig:
+        """Return the configuration with the settings of the warm start."""
+        if self._warm is None:
+            return config
+        settings = (config.warm or WarmSettings()).model_copy(update=dict(self._warm))
+        if settings.path is None and self.socket_path is not None and config.secondary:
+            folder = os.environ.get("STATE_DIRECTORY", "").split(":")[0] or self.socket_path.parent
+            name = f"{self.socket_path.name}.warm-{config.identity.digest.hex()[:_LIST_CHARACTERS]}"
+            settings = settings.model_copy(update={"path": os.path.join(folder, name)})
+        return config.model_copy(update={"warm": settings})
 
     def _opened(self, digest: bytes, opened: ServedStack | TieredKVError, call_soon: CallSoon) -> None:
         if isinstance(opened, ServedStack):

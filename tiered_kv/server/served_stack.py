@@ -79,6 +79,10 @@ class HostBackend(CPUBackend):
         super().__init__(region)
         self.generations = generations
 
+    @property
+    def is_growing(self) -> bool:
+        return self.region.is_allocating
+
     def get_num_free_blocks(self) -> int:
         return len(self._free) + self.region.ready_rows - len(self.table)
 

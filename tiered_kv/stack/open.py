@@ -29,6 +29,7 @@ from tiered_kv.stack.calls import StackCalls
 from tiered_kv.stack.facade import BlockFacade, keys_of
 from tiered_kv.stack.manager_type import manager_type
 from tiered_kv.stack.order_steps import OrderSteps
+from tiered_kv.stack.warm import WarmStart
 from tiered_kv.system.interrupts import CallThread
 from tiered_kv.system.limits import Need, Take, compare, require
 from tiered_kv.tiering.base import SecondaryTierManager, TierSpec
@@ -106,6 +107,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         server: The server of `metrics`; None without that setting.
         history: Reasons of misses; None if `config.history` is 0.
         events: The publisher of events; None without that setting.
+        warm: The warm start; None without that setting.
     """
 
     _is_program = False
@@ -161,16 +163,21 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             undo.callback(self.secondary_tiers.clear)  # the manager shuts them down, and ends their threads
             undo.callback(manager.shutdown, 0.0)
             super().__init__(manager, backend.region)
+            self.warm = None if config.warm is None else WarmStart(config, config.warm, manager)
             if self.server is not None and config.metrics is not None:
                 from tiered_kv.stack.exporters.server import prefetch_of, routes_of
 
                 observed = {config.identity.digest.hex(): self.observed()}
                 self.server.start(routes_of(lambda: observed), prefetch_of(lambda: observed, config.metrics))
+            if self.warm is not None and not self._is_program:
+                self.warm.begin()
             undo.pop_all()
 
     def _close(self, timeout: float) -> None:
         if self.server is not None:
             self.server.close(timeout)
+        if self.warm is not None and not self._is_shut_down:
+            self.warm.end()
         super()._close(timeout)
 
     def counters(self) -> CounterView:
@@ -216,6 +223,8 @@ class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
         self._batch_blocks = _batch_blocks(config)
         super().__init__(config, backend=backend, is_checked=is_checked)
         self._order_steps = OrderSteps(self._manager.orders, self._step)
+        if self.warm is not None:
+            self.warm.begin()
 
     def _close(self, timeout: float) -> None:
         self._order_steps.close()

@@ -27,7 +27,7 @@ from tiered_kv.metrics.notices import Notices
 from tiered_kv.metrics.registry import Registry
 from tiered_kv.metrics.series import Family, by_label, numbers
 from tiered_kv.metrics.step_timer import StepTimer, timed
-from tiered_kv.metrics.vocabulary import ACCOUNT, PREFETCHED, PRIMARY
+from tiered_kv.metrics.vocabulary import ACCOUNT, PREFETCHED, PRIMARY, WARMED
 from tiered_kv.reasons import Reason
 from tiered_kv.received import Received, received_of
 from tiered_kv.system.step import PAUSES_MAX, STEP
@@ -368,6 +368,7 @@ class EngineCalls(CacheManager):
             [
                 *numbers(PRIMARY, counts),
                 by_label(PREFETCHED, {outcome: count for outcome, count in self.orders.outcomes.items() if count}),
+                by_label(WARMED, {outcome: count for outcome, count in self.orders.warmed.items() if count}),
                 by_label(ACCOUNT["skipped_blocks_total"], skipped),
                 Family(PRIMARY["step_seconds"], {(): self.step_timer.seconds.snapshot()}),
             ],

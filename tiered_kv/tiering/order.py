@@ -1,17 +1,19 @@
 """A prefetch order: blocks that a router wants in memory until a time, and what has become of each.
 
-The HTTP server's threads make it and read its counts. `PrefetchOrders` owns all else, on the manager's thread. What
-must stay true: the counts of its phases add up to its blocks.
+The HTTP server's threads make it and read its counts; the thread of a warm start makes orders that only fill memory.
+`PrefetchOrders` owns all else, on the manager's thread. What must stay true: the counts of its phases add up to its
+blocks.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.cpu.chain import OldChain
 from tiered_kv.tiering.guarded import GuardedTier
 
 
@@ -21,7 +23,7 @@ class Phase(Enum):
     COMING = auto()
     """It waits to be looked up or loaded, or is being loaded."""
     IN_MEMORY = auto()
-    """It is held in memory."""
+    """It is held in memory; of an order that fills memory, it came."""
     USED = auto()
     """A request has used it: the order holds it no more."""
     ABSENT = auto()
@@ -43,6 +45,11 @@ class PrefetchOrder:
     """When it ends, by the manager's clock (`time.monotonic`)."""
     unknown: int = 0
     """Blocks of which only 64 bits were given, and which no block here has."""
+    chain: OldChain | None = None
+    """Set: the order fills memory. Its blocks take free rows only, have this place in the eviction order, and are not
+    held. It ends as soon as each has come, or cannot come."""
+    on_ended: Callable[[], None] = lambda: None
+    """Called at its end, on the manager's thread."""
     phases: dict[OffloadKey, Phase] = field(default_factory=dict)
     is_ended: bool = False
     asked: deque[OffloadKey] = field(default_factory=deque)  # not looked up yet, or without an answer

@@ -9,6 +9,9 @@ end. The way of an order:
    and a small job at a time. So a request's load waits for one small job at most.
 4. A loaded block is held until a request uses it, or the order ends.
 
+An order of a warm start (`PrefetchOrder.chain`) fills memory: it takes free rows only, after all other orders, and
+holds nothing.
+
 What must stay true: requests go first. Orders hold a part of the promotion budget, and give the room back when a
 request lacks it. They evict no block that a request has used since they were taken. All together are bounded.
 """
@@ -65,6 +68,7 @@ class PrefetchOrders:
         exist: Whether there is an order, or one to take. An attribute, since each step and each load reads it.
         has_work: Whether the next step may do more than to wait: for a job's end, for room, or for the end of orders.
         outcomes: The metric `prefetched_blocks_total`.
+        warmed: The metric `warmed_blocks_total`.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class PrefetchOrders:
         self.wake: Callable[[], None] = lambda: None
         self.exist = self.has_work = False
         self.outcomes = dict.fromkeys(("used", "unused", "refused"), 0)
+        self.warmed = dict.fromkeys(("loaded", "present", "absent", "refused"), 0)
         self._rows, self._promotions, self._search, self._requests = rows, promotions, search, requests
         self._blocks_max, self._end_request = blocks_max, end_request
         self._inbox: deque[PrefetchOrder | str] = deque()  # any thread appends: an order, or the name of one to end
@@ -87,6 +92,7 @@ class PrefetchOrders:
         self._asking: deque[PrefetchOrder] = deque()  # with blocks to look up; each has a turn
         self._found: dict[GuardedTier, dict[PrefetchOrder, deque[OffloadKey]]] = {}
         """The blocks of each order that a tier has, and that wait to be loaded; none is empty."""
+        self._filling: dict[PrefetchOrder, None] = {}  # orders that fill memory
         self._loading: dict[PrefetchOrder, None] = {}  # with blocks that are being loaded
         self._loading_blocks = 0  # of all orders
         self._jobs: dict[GuardedTier, tuple[int, int]] = {}
@@ -130,6 +136,8 @@ class PrefetchOrders:
             self._note_loads(order, self._orders[order])
         self._ask_some()
         has_room = self._load()
+        for order in [each for each in self._filling if len(each.phases) == len(each.keys)]:
+            self._end(order)
         # In this order: another thread appends to the inbox, and then sets both.
         self.exist = bool(self._orders)
         self.has_work = bool(self._asking or self._loading or (self._found and has_room))
@@ -153,11 +161,13 @@ class PrefetchOrders:
                 if given in self._by_name:
                     self._end(self._by_name[given])
                 continue
-            if self._rows.recent is None:
-                self._rows.recent = RecentUses()
             state = self._requests.state_of(ReqContext(f"\0prefetch {given.name}"))
             state.cost, state.loads.order = self._cost, given
-            given.uses_before = self._rows.recent.number
+            if given.chain is not None:
+                self._filling[given] = None
+            else:
+                self._rows.recent = self._rows.recent or RecentUses()
+                given.uses_before = self._rows.recent.number
             given.asked.extend(given.keys)
             self._asking.append(given)
             self._orders[given] = state
@@ -167,12 +177,15 @@ class PrefetchOrders:
         state = self._orders.pop(order)
         del self._by_name[order.name]
         order.is_ended = True
-        for key in [key for key, phase in order.phases.items() if phase is Phase.IN_MEMORY]:
-            holders = self._held[key]
-            holders.remove(order)
-            if not holders:
-                del self._held[key]
-                self._count(key, "unused")
+        if order.chain is None:
+            self._let_go(order)
+        else:
+            self._filling.pop(order, None)
+            counts = order.counts()
+            self.warmed["loaded"] += counts["in_memory"]
+            self.warmed["present"] += counts["used"]
+            self.warmed["absent"] += counts["absent"] + counts["coming"]
+            self.warmed["refused"] += counts["refused"]
         for key in order.loading & self._begun:  # its load ends, and no order holds the block
             self._begun.discard(key)
             self.outcomes["unused"] += 1
@@ -186,6 +199,16 @@ class PrefetchOrders:
             self._end_request(state)
         if not self._orders:
             self._rows.recent = None
+        order.on_ended()
+
+    def _let_go(self, order: PrefetchOrder) -> None:
+        """Hold no block for an order that ends."""
+        for key in [key for key, phase in order.phases.items() if phase is Phase.IN_MEMORY]:
+            holders = self._held[key]
+            holders.remove(order)
+            if not holders:
+                del self._held[key]
+                self._count(key, "unused")
 
     def _release(self, key: OffloadKey, phase: Phase, outcome: str) -> None:
         """Hold a block no longer, for all orders."""
@@ -235,6 +258,9 @@ class PrefetchOrders:
 
     def _keep(self, key: OffloadKey, row: int, order: PrefetchOrder, state: RequestState) -> None:
         """Hold a block that is in memory already."""
+        if order.chain is not None:
+            order.phases[key] = Phase.USED  # by a request, before it was loaded
+            return
         if self._room() > 0:
             self._promotions.keep(key, row, state)
         self._note_held(key, order, state)
@@ -255,6 +281,10 @@ class PrefetchOrders:
                 order.phases[key] = Phase.ABSENT
                 self._begun.discard(key)
                 continue
+            if order.chain is not None:
+                self._promotions.release(state, (key,))
+                order.phases[key] = Phase.IN_MEMORY
+                continue
             self._note_held(key, order, state)
             if key in self._begun:
                 self._begun.discard(key)
@@ -272,7 +302,10 @@ class PrefetchOrders:
             while waiting and blocks > 0:
                 if self._room() <= 0 or self._promotions.is_full or guarded.load_room() <= 0:
                     return False
-                order, keys = next(iter(waiting.items()))
+                order = next((each for each in waiting if each.chain is None), None) or next(iter(waiting))
+                keys, has_free = waiting[order], self._rows.backend.get_num_free_blocks() > 0
+                if order.chain is not None and not has_free and self._rows.backend.is_growing:
+                    break
                 key = keys.popleft()
                 if not keys:
                     del waiting[order]
@@ -281,30 +314,31 @@ class PrefetchOrders:
                     if len(order.asked) == 1:
                         self._asking.append(order)
                     continue
-                may_evict = self._rows.backend.get_num_free_blocks() > 0
-                if not may_evict and (spared is None or order.uses_before < spared):
+                if not has_free and order.chain is None and (spared is None or order.uses_before < spared):
                     spared = order.uses_before if self._rows.spare_since(order.uses_before) else None
                 blocks -= 1
                 state = self._orders[order]
-                state.chain = chains.setdefault(order, RequestChain())
-                self._begin(key, guarded, order, state, may_evict=may_evict or spared is not None)
+                state.chain = order.chain or chains.setdefault(order, RequestChain())
+                may_begin = has_free or (order.chain is None and spared is not None)
+                self._begin(key, guarded, order, state, may_begin=may_begin)
             if not waiting:
                 del self._found[guarded]
         return True
 
     def _begin(
-        self, key: OffloadKey, guarded: GuardedTier, order: PrefetchOrder, state: RequestState, *, may_evict: bool
+        self, key: OffloadKey, guarded: GuardedTier, order: PrefetchOrder, state: RequestState, *, may_begin: bool
     ) -> None:
-        if may_evict:
+        if may_begin:
             self._is_loading = True
             self._promotions.begin(key, guarded, state)
             self._is_loading = False
         if key in state.loads.promoting:
             self._begin_load(key, order)
-            self._begun.add(key)
+            if order.chain is None:
+                self._begun.add(key)
         else:
             order.phases[key] = Phase.REFUSED
-            self.outcomes["refused"] += 1
+            self.outcomes["refused"] += order.chain is None
 
     def _job_blocks(self, guarded: GuardedTier) -> int:
         """Return the size of the next job of a tier that has no load in flight."""

@@ -7,6 +7,7 @@ the manager has added, and never contains a pinned block.
 from __future__ import annotations
 
 import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -96,6 +97,15 @@ class CachePolicy(ABC):
     def end_step(self) -> None:
         """End the step: blocks that the step protected may be evicted from now on."""
         return
+
+    def heat(self, row: int) -> tuple[float, float]:
+        """Return how hot the block of a row is: the block with the least heat is evicted first.
+
+        Among blocks of equal heat the head of the prefix is the hottest. By default the last use of the row's request
+        decides. Any thread may call, while the manager's thread changes the policy, so the answer may be out of date.
+        """
+        chain = self.table.chain[row]
+        return 0.0, -math.inf if chain is None else chain.last_use
 
 
 def make_policy(name: str, table: RowTable) -> CachePolicy:

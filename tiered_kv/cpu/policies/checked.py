@@ -88,6 +88,13 @@ class CheckedPolicy(CachePolicy):
     def end_step(self) -> None:
         self._call("end_step")
 
+    def heat(self, row: int) -> tuple[float, float]:
+        try:
+            first, second = self.inner.heat(row)
+            return float(first), float(second)
+        except Exception:  # it decides nothing but an order: no reason to replace the policy
+            return super().heat(row)
+
     def _call(self, method: str, rows: Collection[int] | None = None, *arguments: RequestChain) -> None:
         try:
             self.inner.now_s = self.now_s

@@ -177,6 +177,20 @@ class DensityPolicy(CachePolicy):
     def end_step(self) -> None:
         self.add(self._order.end_step())
 
+    def heat(self, row: int) -> tuple[float, float]:
+        chain = self.table.chain[row]
+        own: Tail | None = None if chain is None else chain.note
+        if own is None:
+            return -math.inf, 0.0
+        heat = self._heat_of(own)
+        if own.shared is not None and self.table.position[row] < own.start:
+            return max(heat, self._heat_of(own.shared))  # it stays while the tail behind it does
+        return heat
+
+    def _heat_of(self, tail: Tail) -> tuple[float, float]:
+        levels, cell = self._density.level, tail.group * BUCKETS + tail.bucket
+        return (levels[cell] if 0 <= cell < len(levels) else -math.inf), tail.number
+
     # Requests.
 
     def _begin(self, chain: RequestChain) -> Tail:
@@ -192,7 +206,8 @@ class DensityPolicy(CachePolicy):
             self._learn()
         self._new_blocks_mean += weight * (self._new_blocks - self._new_blocks_mean)
         self._new_blocks = 0
-        tail = chain.note = Tail(self._begun, self._now, began_s=self.now_s)
+        number = self._begun if chain.last_use >= 0 else chain.last_use  # of an `OldChain`: older than all requests
+        tail = chain.note = Tail(number, self._now, began_s=self.now_s)
         hints = chain.hints
         self._priority_mean += weight * ((hints.priority if hints else 0) - self._priority_mean)
         if hints is not None:

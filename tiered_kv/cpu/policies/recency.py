@@ -161,6 +161,11 @@ class ARCPolicy(CachePolicy):
         self._recent.end_step()
         self._frequent.end_step()
 
+    def heat(self, row: int) -> tuple[float, float]:
+        _, last_use = super().heat(row)
+        has_excess = len(self._recent) > self._recent_target  # then T1 evicts first
+        return float(has_excess and row < len(self._is_frequent) and self._is_frequent[row]), last_use
+
     def _by_order(self, rows: Collection[int]) -> list[tuple[ChainOrder, Collection[int]]]:
         """Return the rows of each list, in their order."""
         is_frequent = self._is_frequent

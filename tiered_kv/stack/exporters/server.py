@@ -24,6 +24,8 @@ from urllib.parse import parse_qs, urlsplit
 from tiered_kv.config.stack_config import MetricsSettings
 from tiered_kv.errors import ConfigError, ShutdownError, needing_resources, remedy_of
 from tiered_kv.metrics.series import Snapshot
+from tiered_kv.stack.exporters.hottest import PATH as HOTTEST_PATH
+from tiered_kv.stack.exporters.hottest import HottestPages
 from tiered_kv.stack.exporters.metrics import CONTENT_TYPE, StackCollector, exposition
 from tiered_kv.stack.exporters.prefetch import BODY_BYTES_MAX, PrefetchPages
 from tiered_kv.stack.exporters.prefetch import PATH as PREFETCH_PATH
@@ -80,10 +82,12 @@ def routes_of(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
     def chosen(query: Query) -> Observed:
         return _chosen(stacks(), "".join(query.get("namespace", [])))
 
+    hottest = HottestPages()
     return {
         "/metrics": metrics,
         "/status": lambda query: _json(status(chosen(query))),
         "/explain": lambda query: _json(explain_query(chosen(query), query)),
+        HOTTEST_PATH: lambda query: _json(hottest.answer(chosen(query), query)),
         "/healthz": lambda _: _text("ok"),
     }
 
@@ -265,7 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
         prefetch = self.server.prefetch
         assert prefetch is not None, "the caller has looked"
         try:
-            refused = prefetch.refusal(self.server.socket.getsockname()[0], self.headers)
+            refused = self._refusal()
             if refused is None and body is None:
                 refused = (
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -277,6 +281,13 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:  # as of a page
             return self._failed(error)
         return status, _json(answer)
+
+    def _refusal(self) -> tuple[HTTPStatus, object] | None:
+        """Return why a caller gets no keys, and can ask for nothing; None if it is heard."""
+        prefetch = self.server.prefetch
+        if prefetch is None:
+            return HTTPStatus.FORBIDDEN, {"error": "nobody is heard here"}
+        return prefetch.refusal(self.server.socket.getsockname()[0], self.headers)
 
     def _failed(self, error: Exception) -> tuple[HTTPStatus, Body]:
         """Log an error of ours, without its text, into which a tier may have put a secret."""
@@ -293,6 +304,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return HTTPStatus.NOT_FOUND, _text(f"there are: {' '.join(routes)}")
             if self.command not in ("GET", "HEAD"):
                 return HTTPStatus.METHOD_NOT_ALLOWED, _text("only GET and HEAD are answered")
+            if parts.path == HOTTEST_PATH and (refused := self._refusal()) is not None:
+                return refused[0], _json(refused[1])
             return HTTPStatus.OK, routes[parts.path](parse_qs(parts.query, max_num_fields=QUERY_FIELDS_MAX))
         except ConfigError as error:
             return HTTPStatus.BAD_REQUEST, _text(str(error))
