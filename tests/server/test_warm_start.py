@@ -52,9 +52,10 @@ def server(directory: Path, *options: str, rows: int = 64, policy: str = "lru", 
 
 def fill(address: str, counters: Any, keys: list[OffloadKey] = KEYS) -> None:
     with closing(Engine(address, "engine")) as engine:
-        for first in range(0, len(keys), 8):  # an engine has a quarter of the rows to write
-            assert engine.store(keys[first : first + 8]) == keys[first : first + 8]
-    wait_until(lambda: counters("fs")["stored_blocks_total"] >= len(keys), WAIT_S)
+        for first in range(0, len(keys), 8):  # an engine, and the tier's stores, have a quarter of the rows
+            part, before = keys[first : first + 8], counters("fs")["stored_blocks_total"]
+            assert engine.store(part) == part
+            wait_until(lambda least=before + len(part): counters("fs")["stored_blocks_total"] >= least)
 
 
 def ended(process: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM) -> str:
