@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.performance.bench import InstantTier, block_key, command_line, handle, in_turn, load, store
 from tests.performance.manager_rates import BLOCK_BYTES, REQUEST_KEYS, look_up
 from tiered_kv.base import OffloadKey
-from tiered_kv.config.stack_config import RecordSettings
+from tiered_kv.config.files import RecordSettings
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.cpu.rows import PrimaryRows

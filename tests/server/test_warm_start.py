@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -53,9 +54,11 @@ def server(directory: Path, *options: str, rows: int = 64, policy: str = "lru", 
 def fill(address: str, counters: Any, keys: list[OffloadKey] = KEYS) -> None:
     with closing(Engine(address, "engine")) as engine:
         for first in range(0, len(keys), 8):  # an engine, and the tier's stores, have a quarter of the rows
-            part, before = keys[first : first + 8], counters("fs")["stored_blocks_total"]
+            part = keys[first : first + 8]
+            least = counters("fs")["stored_blocks_total"] + len(part)
             assert engine.store(part) == part
-            wait_until(lambda least=before + len(part): counters("fs")["stored_blocks_total"] >= least)
+            while counters("fs")["stored_blocks_total"] < least:
+                time.sleep(0.01)
 
 
 def ended(process: subprocess.Popen[str], number: signal.Signals = signal.SIGTERM) -> str:

@@ -21,8 +21,9 @@ from typing import Any, Final
 from tiered_kv.base import OffloadKey
 from tiered_kv.cli.arguments import describe_use, file_path, seconds, size
 from tiered_kv.cli.output import Status, print_json, print_text
+from tiered_kv.config.files import RECORDING_BYTES, RECORDING_BYTES_MIN
 from tiered_kv.config.reading import fill_variables, from_source
-from tiered_kv.config.stack_config import RECORDING_BYTES, RECORDING_BYTES_MIN, EventSettings
+from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import validate
 from tiered_kv.errors import ConfigError, MissingExtraError

@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, SerializeAsAny, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from tiered_kv.config.entries import check_entries
+from tiered_kv.config.files import RecordSettings, WarmSettings
 from tiered_kv.config.hooks import REFERENCE, TierType, tier_plugins
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings, entry_schema
-from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, FilePath, Seconds, Share, format_bytes
+from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
 from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, policies
 from tiered_kv.errors import ConfigError
@@ -29,9 +30,6 @@ PORT_MAX = 65535
 _ADDRESS = r"^(tcp://(\[[0-9A-Fa-f:]+\]|[^\s/:\[\]]+):(\*|[0-9]{1,5})|ipc://\S+)$"
 _ADDRESSES = ["tcp://127.0.0.1:5557", "ipc:///run/kv-events"]
 TOPICS_MAX = 64
-RECORDING_BYTES = 1 << 30
-RECORDING_BYTES_MIN = 1 << 20
-WARM_RATE = 256 << 20
 Topic = Annotated[str, Field(max_length=256)]
 _TOPIC_SCHEMA: dict[str, Any] = {"type": "string", "maxLength": 256}
 _TOPICS_SCHEMA: dict[str, Any] = {
@@ -210,33 +208,6 @@ class PrefillSettings(StrictModel):
         if rate in ("measured", "off") or (is_number and 1 <= int(str(rate)) <= _RATE_MAX):
             return rate
         raise ValueError("expected a whole number from 1, 'off', or 'measured' in vLLM")
-
-
-class RecordSettings(StrictModel):
-    """Where to record what requests ask for."""
-
-    path: FilePath = Field(description="The trace; the part before the last rotation has this name with .1 behind it.")
-    size_max: Bytes = Field(
-        default=RECORDING_BYTES,
-        ge=RECORDING_BYTES_MIN,
-        description="Limit of both parts together; beyond it the oldest requests go.",
-    )
-
-
-class WarmSettings(StrictModel):
-    """How a new stack gets the blocks that an earlier one had in memory."""
-
-    path: FilePath | None = Field(
-        default=None, description="The list of the memory's hottest blocks: written at a clean end, read at the start."
-    )
-    source: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=4096,
-        description="Where the start reads instead: HOST:PORT or the URL of a running stack's `metrics`, or the path "
-        "of a list, or of a stack's file with `warm`.",
-    )
-    rate: Bytes = Field(default=WARM_RATE, ge=0, description="Bytes a second at most; 0 to load nothing.")
 
 
 class StackConfig(StrictModel):

@@ -16,11 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from tiered_kv.config.files import WarmSettings
 from tiered_kv.config.hooks import tier_plugins
 from tiered_kv.config.namespace import differences
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.secrets import error_text
-from tiered_kv.config.stack_config import MetricsSettings, StackConfig, WarmSettings, load_config
+from tiered_kv.config.stack_config import MetricsSettings, StackConfig, load_config
 from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import validate
 from tiered_kv.direct.tiers import part_of

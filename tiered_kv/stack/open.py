@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # modules that only some stacks use are imported when they us
 
 _log = logging.getLogger(__name__)
 
-
 _Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, object] | StackConfig"
 _Kind = TypeVar("_Kind", bound="AnyStack")
 
@@ -169,7 +168,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
 
                 observed = {config.identity.digest.hex(): self.observed()}
                 self.server.start(routes_of(lambda: observed), prefetch_of(lambda: observed, config.metrics))
-            if self.warm is not None and not self._is_program:
+            if self.warm is not None:
                 self.warm.begin()
             undo.pop_all()
 
@@ -223,8 +222,6 @@ class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
         self._batch_blocks = _batch_blocks(config)
         super().__init__(config, backend=backend, is_checked=is_checked)
         self._order_steps = OrderSteps(self._manager.orders, self._step)
-        if self.warm is not None:
-            self.warm.begin()
 
     def _close(self, timeout: float) -> None:
         self._order_steps.close()

@@ -31,6 +31,8 @@ class OrderSteps:
         self._given = threading.Event()  # an order was given, or the stack closes
         self._is_closed = False
         orders.wake = self.wake
+        if orders.exist:  # of a warm start, which has begun
+            self.wake()
 
     def wake(self) -> None:
         """See that steps are made."""

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Final
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.files import WarmSettings
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.settings import PRIMARY_NAME
-from tiered_kv.config.stack_config import StackConfig, WarmSettings
+from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.config.validation import validate
 from tiered_kv.cpu.chain import OldChain
 from tiered_kv.cpu.hottest import hottest_keys

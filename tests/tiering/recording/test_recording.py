@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from tests.support import stacks
 from tests.support.stacks import manager_of
 from tiered_kv.base import OffloadKey, ReqContext, make_offload_key
-from tiered_kv.config.stack_config import RecordSettings, load_config
+from tiered_kv.config.files import RecordSettings
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HINTS_KEY, SESSION_KEY, Hints
 from tiered_kv.metrics.counters import count_of

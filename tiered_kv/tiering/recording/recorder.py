@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.files import RecordSettings
 from tiered_kv.config.settings import PRIMARY_NAME
-from tiered_kv.config.stack_config import RecordSettings
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import Hints
 from tiered_kv.metrics.series import Family, numbers

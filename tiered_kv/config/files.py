@@ -1,0 +1,44 @@
+"""The settings of files that a stack writes for later: what its requests asked for, and what its memory had.
+
+`StackConfig` has them. Reading opens no file.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pydantic import Field
+
+from tiered_kv.config.settings import StrictModel
+from tiered_kv.config.units import Bytes, FilePath
+
+RECORDING_BYTES: Final = 1 << 30
+RECORDING_BYTES_MIN: Final = 1 << 20
+WARM_RATE: Final = 256 << 20
+
+
+class RecordSettings(StrictModel):
+    """Where to record what requests ask for."""
+
+    path: FilePath = Field(description="The trace; the part before the last rotation has this name with .1 behind it.")
+    size_max: Bytes = Field(
+        default=RECORDING_BYTES,
+        ge=RECORDING_BYTES_MIN,
+        description="Limit of both parts together; beyond it the oldest requests go.",
+    )
+
+
+class WarmSettings(StrictModel):
+    """How a new stack gets the blocks that an earlier one had in memory."""
+
+    path: FilePath | None = Field(
+        default=None, description="The list of the memory's hottest blocks: written at a clean end, read at the start."
+    )
+    source: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="Where the start reads instead: HOST:PORT or the URL of a running stack's `metrics`, or the path "
+        "of a list, or of a stack's file with `warm`.",
+    )
+    rate: Bytes = Field(default=WARM_RATE, ge=0, description="Bytes a second at most; 0 to load nothing.")
