@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.stacks import manager_of, stack_of
-from tiered_kv.base import make_offload_key
+from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
 from tiered_kv.stack.exporters import hottest
 from tiered_kv.stack.exporters.hottest import ask_hottest
@@ -26,7 +26,7 @@ HASHES = [bytes(24) + number.to_bytes(8, "big") for number in range(1, 13)]
 KEYS = [make_offload_key(each, 0) for each in HASHES]
 
 
-def config_of(directory: Path, listen: str = "127.0.0.1:0", token: str | None = None, **top: object) -> dict[str, Any]:
+def config_of(directory: Path, listen: str = "127.0.0.1:0", token: str | None = None, **top: Any) -> dict[str, Any]:
     shared = {"type": "fs", "name": "shared", "path": str(directory / "shared"), "capacity": "8MiB"}
     return stack_of(shared, blocks=64, metrics={"listen": listen, "token": token}, **top)
 
@@ -69,7 +69,12 @@ def test_pages_have_each_key_once_the_hottest_first(stack: Stack, monkeypatch: p
 
 def test_a_caller_costs_one_pass_over_the_rows(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
-    monkeypatch.setattr(hottest, "hottest_keys", lambda rows, most: passes.append(most) or KEYS)
+
+    def count(_: object, most: int) -> list[OffloadKey]:
+        passes.append(most)
+        return KEYS
+
+    monkeypatch.setattr(hottest, "hottest_keys", count)
     for _ in range(5):
         assert ask(stack, "/hottest")[0] == 200
     assert len(passes) == 1
