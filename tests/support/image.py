@@ -148,6 +148,7 @@ def serve(stage: Stage) -> int:
     nvme = "{type: nvme, path: /var/lib/tiered-kv/blocks, capacity: 64MiB}"
     text = f"primary: {{capacity: 1MiB}}\nsecondary: [{nvme}]\nmetrics: {{listen: '127.0.0.1:{port}'}}\n"
     (folder / "stack.yaml").write_text(text)
+    (stage.root / "tmp").chmod(0o755)  # as where the root file system is read-only: nothing but the volumes is writable
     health = [part.replace("9464", str(port)) for part in stage.health]
     with stage.popen([*stage.entrypoint, *stage.command]) as server:
         end_s = time.monotonic() + _READY_S
