@@ -2,7 +2,7 @@
 
 A hint comes in `ReqContext.kv_transfer_params`, beside the engine's own parameters:
 
-    {"tiered_kv": {"priority": 1, "ttl": 600, "expect_return": 20, "skip": "store"}}
+    {"tiered_kv": {"priority": 1, "ttl": 600, "expect_return": 20, "skip": "store", "tenant": "team-a"}}
 
 Clients write them, so they are validated strictly. Invalid hints are ignored. A manager reads them with its
 `HintReader`, on its own thread.
@@ -15,6 +15,7 @@ from vLLM's and SGLang's discussions (vLLM 37003 and 51428, SGLang 27574) and fr
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
@@ -24,6 +25,11 @@ _log = logging.getLogger(__name__)
 HINTS_KEY: Final = "tiered_kv"
 SESSION_KEY: Final = "session_id"
 """The entry of `kv_transfer_params` that names a request's session, for recordings."""
+TENANT_KEY: Final = "tenant"
+"""The entry beside the hints that names the tenant for whose share of the memory the request's blocks count."""
+TENANT_PATTERN: Final = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+DEFAULT_TENANT: Final = "default"
+"""The tenant of requests that name none."""
 HintName = Literal["priority", "ttl", "expect_return", "skip"]
 HINT_NAMES: Final[tuple[HintName, ...]] = get_args(HintName)
 ENVELOPE_KEY: Final = "kv_hint"
@@ -31,6 +37,7 @@ ACTION: Final = "tiered_kv.hints"
 """The action that carries our own hints."""
 ACTIONS_MAX: Final = 64
 """Limit of the actions in one envelope."""
+_TENANT: Final = re.compile(TENANT_PATTERN)
 SECONDS_MAX: Final = 604_800.0
 """The longest time in a hint: a week."""
 
@@ -47,16 +54,19 @@ class Hints:
     skips_store: bool = False
     """Whether the request's new blocks are not stored."""
     skips_load: bool = False  # it loads no blocks, and computes its whole prompt
+    tenant: str = ""
+    """For whose share of the memory the request's blocks count; no hint, and read with any `hints` of the stack."""
 
     @classmethod
     def parse(cls, given: object, allowed: Collection[str] = HINT_NAMES) -> Hints:
         """Return the `allowed` hints of a mapping.
 
         Raises:
-            ValueError: It is no mapping of `HINT_NAMES`, or a value is invalid. The message repeats no value.
+            ValueError: It is no mapping of `HINT_NAMES` and `TENANT_KEY`, or a value is invalid. The message repeats no
+                value.
         """
-        if not isinstance(given, Mapping) or not all(name in HINT_NAMES for name in given):
-            raise ValueError(f"expected a mapping of {', '.join(HINT_NAMES)}")
+        if not isinstance(given, Mapping) or not all(name in HINT_NAMES or name == TENANT_KEY for name in given):
+            raise ValueError(f"expected a mapping of {', '.join(HINT_NAMES)} and {TENANT_KEY}")
         hints = {name: given[name] for name in allowed if given.get(name) is not None}
         priority = hints.get("priority", 0)
         if type(priority) is not int or not -1 <= priority <= 1:
@@ -65,12 +75,16 @@ class Hints:
         skipped = (skip,) if isinstance(skip, str) else skip
         if not isinstance(skipped, (list, tuple)) or not all(what in ("store", "load") for what in skipped):
             raise ValueError("skip: expected 'store', 'load', or a list of both")
+        tenant = given.get(TENANT_KEY)
+        if tenant is not None and not (isinstance(tenant, str) and _TENANT.fullmatch(tenant)):
+            raise ValueError("tenant: expected a name of up to 64 letters, digits, '.', '_' and '-'")
         return cls(
             priority,
             _seconds(hints, "ttl"),
             _seconds(hints, "expect_return"),
             skips_store="store" in skipped,
             skips_load="load" in skipped,
+            tenant=tenant or "",
         )
 
     def given(self) -> dict[str, object] | None:
@@ -78,7 +92,13 @@ class Hints:
         if self == _NONE:
             return None
         skip = [name for name, skips in (("store", self.skips_store), ("load", self.skips_load)) if skips]
-        return {"priority": self.priority, "ttl": self.ttl_s, "expect_return": self.expect_return_s, "skip": skip}
+        given: dict[str, object] = {
+            "priority": self.priority,
+            "ttl": self.ttl_s,
+            "expect_return": self.expect_return_s,
+            "skip": skip,
+        }
+        return {**given, TENANT_KEY: self.tenant} if self.tenant else given
 
 
 _NONE: Final = Hints()
@@ -113,7 +133,9 @@ class HintReader:
         envelope, given = getattr(req_context, "kv_hints", None), None
         if isinstance(params, Mapping):
             envelope, given = envelope or params.get(ENVELOPE_KEY), params.get(HINTS_KEY)
-        if not self._allowed or (envelope is None and given is None):
+        if envelope is None and given is None:
+            return None
+        if not self._allowed and not (isinstance(given, Mapping) and TENANT_KEY in given):
             return None
         try:
             if envelope is not None:
@@ -127,7 +149,7 @@ class HintReader:
             if self.refused == 1:
                 _log.warning("invalid hints are ignored; the first: %s", error)
             return None
-        self.hinted += 1
+        self.hinted += hints != Hints(tenant=hints.tenant)
         return hints
 
     def _meant_by(self, envelope: object) -> dict[str, object]:

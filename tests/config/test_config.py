@@ -263,6 +263,11 @@ class TestMistakes:
             ({"primary": {"capacity": "1MiB", "shared": "../x"}}, "primary.shared: "),
             *(({"audit": share}, "audit: ") for share in (-0.1, 1.5, "often", True, float("nan"))),
             ({"audit_tolerance": 2}, "audit_tolerance: "),
+            ({"limits": {"a": "101%"}}, "limits.a: expected a size such as 200GiB, or a percentage"),
+            ({"limits": {"a": "lots"}}, "limits.a: expected a size such as 200GiB, or a percentage"),
+            ({"limits": {"a": -1}}, "limits.a: expected a size such as 200GiB, or a percentage"),
+            ({"limits": {"a b": "10%"}}, "limits: expected names of tenants"),
+            ({"limits": "10%"}, "limits: expected a mapping"),
             ({"audit_action": "panic"}, "audit_action: expected 'report' or 'stop'"),
             ({"secondary": {}}, "secondary: expected a list of tiers"),
             ({"secondary": ["vault"]}, "secondary.0: expected a mapping with the key 'type'"),
@@ -294,6 +299,7 @@ class TestMistakes:
             ({"url": "${not a name}"}, "$$ for a plain $"),
             ({"url": "${ABSENT:-${URL}}"}, "a default without a variable"),
             ({"job_timeout": 0}, "secondary.0.job_timeout: expected a value greater than 0"),
+            ({"limits": {"a": 1}}, "the blocks of this tier belong to no tenant: only the primary tier has shares"),
         ],
     )
     def test_a_mistake_in_a_tier_is_reported_the_same_way(self, settings: dict[str, object], message: str) -> None:

@@ -23,6 +23,7 @@ from tiered_kv.metrics.vocabulary import (
     RECORDING,
     SECONDARY,
     SERVER,
+    TENANTS,
 )
 from tiered_kv.reasons import FAILED, SENTENCES, SKIPPED, Fate, RecordStatus, TooSlow
 
@@ -87,6 +88,7 @@ MANAGER_TABLES = {
     "HISTORY": HISTORY,
     "AUDIT": AUDIT,
     "EVENTS": EVENTS,
+    "TENANTS": TENANTS,
     "RECORDING": RECORDING,
     "ATTACHED": ATTACHED,
     "SERVER": SERVER,

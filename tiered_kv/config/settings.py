@@ -149,11 +149,15 @@ class TierSettings(StrictModel):
     if TYPE_CHECKING:
         _tier_type: object
 
-    unknown_key_advice: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("name_key", "name_key_file"),
-        "Tiered KV no longer computes secret names: remove this key. Blocks under secret names are not found any more. "
-        "A tier of your own can compute names: see examples/keyed_names.py",
-    )
+    unknown_key_advice: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("name_key", "name_key_file"),
+            "Tiered KV no longer computes secret names: remove this key. Blocks under secret names are not found any "
+            "more. A tier of your own can compute names: see examples/keyed_names.py",
+        ),
+        "limits": "the blocks of this tier belong to no tenant: only the primary tier has shares, by 'limits' at the "
+        "top of the file",
+    }
 
     type: str = Field(min_length=1, description="The tier's type, as `tiered-kv plugins` lists it.")
     name: str = Field(

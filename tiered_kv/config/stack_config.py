@@ -16,6 +16,7 @@ from pydantic import Field, SecretStr, SerializeAsAny, ValidationInfo, WithJsonS
 from tiered_kv.config.entries import check_entries
 from tiered_kv.config.files import RecordSettings, WarmSettings
 from tiered_kv.config.hooks import REFERENCE, TierType, tier_plugins
+from tiered_kv.config.limits import Limits
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings, entry_schema
@@ -219,6 +220,9 @@ class StackConfig(StrictModel):
     primary: PrimarySettings = Field(description="The primary tier.")
     secondary: tuple[SerializeAsAny[TierSettings], ...] = Field(
         default=(), max_length=64, description="The tiers behind it, in the order they are searched."
+    )
+    limits: Limits | None = Field(
+        default=None, description="The tenants' shares of the primary tier, such as 25%; 'default' is for all others."
     )
     prefill: PrefillSettings | None = Field(
         default=None, description="What computing costs; left out, it is measured in vLLM, and off elsewhere."

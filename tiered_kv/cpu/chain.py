@@ -49,6 +49,7 @@ class RequestChain:
     Attributes:
         hints: The request's hints.
         last_use: When the request last used or allocated blocks, as a number that rises; set by `refresh`.
+        guests: With fair shares, the chains that stand for the request among the blocks of other tenants; else None.
         note: The policy's own data of the request.
         position_of: `ReqContext`'s method: returns the token at which a block of the request ends, or None. The
             attribute is None if the engine gives no positions.
@@ -61,6 +62,7 @@ class RequestChain:
         "_next_position",
         "_ordered",
         "_positions",
+        "guests",
         "hints",
         "last_use",
         "note",
@@ -71,6 +73,7 @@ class RequestChain:
 
     def __init__(self) -> None:
         self.hints: Hints | None = None
+        self.guests: dict[Any, RequestChain] | None = None  # Any: `Tenant`, whose file imports this one
         self.last_use = 0
         self.note: Any = None  # Any: the policy's own type
         self.position_of: Callable[[OffloadKey], int | None] | None = None
@@ -141,6 +144,10 @@ class RequestChain:
     def finish(self) -> None:
         """Forget the positions: the request has ended and uses no block again."""
         self._positions = self._extended = self._ordered = self.position_of = None
+        if self.guests:
+            for guest in self.guests.values():
+                guest.finish()
+            self.guests = None
 
     def _set(self, rows: Sequence[int], positions: Iterable[int], table: RowTable) -> None:
         chain_of, position_of = table.chain, table.position

@@ -52,9 +52,11 @@ class RowTable:
         chain: The request that used its block last; None for a row that is free, or was forgotten while in use.
         position: The position of its block in `chain`, head first.
         source: The number of the tier that its block was promoted from; 0 if the engine stored it.
+        is_frequent: Of the policy arc, which lengthens it: whether its block was seen used again. The policies of
+            several tenants share it.
     """
 
-    __slots__ = ("chain", "key", "num_blocks", "position", "ref_cnt", "source", "step")
+    __slots__ = ("chain", "is_frequent", "key", "num_blocks", "position", "ref_cnt", "source", "step")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -64,6 +66,7 @@ class RowTable:
         self.chain: list[Any] = unwatched([])  # Any: `RequestChain`, whose file imports this one, or None
         self.position: list[int] = unwatched([])
         self.source: list[int] = unwatched([])
+        self.is_frequent: list[bool] = unwatched([])
 
     def __len__(self) -> int:
         """Return how many rows have been used, from the first on."""

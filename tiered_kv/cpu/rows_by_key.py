@@ -14,6 +14,7 @@ from tiered_kv.cpu.blocks_view import BlocksView
 from tiered_kv.cpu.recent_uses import RecentUses
 from tiered_kv.cpu.row_table import ABSENT, RowTable, in_writing, unwatched
 from tiered_kv.cpu.writers import Writers
+from tiered_kv.metrics.series import Family
 
 
 class RowsByKey:
@@ -61,6 +62,10 @@ class RowsByKey:
         """Note that a request uses rows; the list must not change any more."""
         if self.recent is not None:
             self.recent.note(rows)
+
+    def measure(self) -> Iterable[tuple[str, list[Family]]]:
+        """Return counts beside those of `snapshot`, for the registry. Any thread."""
+        return ()
 
     def row_of(self, key: OffloadKey) -> int | None:
         """Return the row of a block that is ready or pinned; None if there is none. Any thread."""

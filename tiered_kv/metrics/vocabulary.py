@@ -106,6 +106,13 @@ PRIMARY: Final = table(
 )
 """Metrics of the primary tier, by `TieringOffloadingManager._measure` and `PrimaryAccount.measure`."""
 
+TENANTS: Final = table(
+    Metric("tenant_used_bytes", "Bytes of the blocks that count for the tenant.", ("tenant",)),
+    Metric("tenant_share_bytes", "The tenant's share of the capacity.", ("tenant",)),
+    Metric("tenant_evicted_blocks_total", "Blocks of the tenant that were evicted to make room.", ("tenant",)),
+)
+"""Metrics of a primary tier with `limits`, by `SharedRows.measure` in `cpu/shared_rows.py`."""
+
 HISTORY: Final = table(
     Metric("blocks_total", "Blocks that requests asked for.", ("result",), values=_each("hit", "miss")),
     Metric(
@@ -202,7 +209,18 @@ SERVER: Final = table(
 )
 """Metrics of a host's server, in its primary tier, by `ServedStack.observed`."""
 
-MANAGER: Final = {**ACCOUNT, **PRIMARY, **HISTORY, **SECONDARY, **AUDIT, **EVENTS, **RECORDING, **ATTACHED, **SERVER}
+MANAGER: Final = {
+    **ACCOUNT,
+    **PRIMARY,
+    **TENANTS,
+    **HISTORY,
+    **SECONDARY,
+    **AUDIT,
+    **EVENTS,
+    **RECORDING,
+    **ATTACHED,
+    **SERVER,
+}
 """The manager's counters, by name."""
 
 COMMON: Final = table(

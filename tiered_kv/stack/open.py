@@ -22,6 +22,7 @@ from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.cpu.shared_rows import primary_rows
 from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.series import CounterView, Snapshot
@@ -136,7 +137,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             if self.events is not None:
                 undo.callback(self.events.close)
             reports_events = enable_events or self.events is not None
-            primary = PrimaryRows(backend, config.primary.policy, enable_events=reports_events)
+            primary = primary_rows(backend, config.primary.policy, config.limits, enable_events=reports_events)
             self.secondary_tiers: list[SecondaryTierManager] = []
             undo.callback(shut_down, self.secondary_tiers, config)
             for settings in config.secondary:

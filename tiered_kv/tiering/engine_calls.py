@@ -106,6 +106,7 @@ class EngineCalls(CacheManager):
         self.step_timer = StepTimer(clock)
         self.registry = Registry()
         self.registry.add(self._measure)
+        self.registry.add(primary.measure)
         for guarded in self._tiers:
             report_tier(guarded, self.registry)
         self.registry.add(self._account.measure)

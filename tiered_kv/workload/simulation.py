@@ -23,7 +23,7 @@ from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.config.validation import suggestion, validate
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.region import PrimaryRegion
-from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.cpu.shared_rows import primary_rows
 from tiered_kv.errors import ConfigError
 from tiered_kv.stack.open import limits_of, located
 from tiered_kv.tiering.manager import TieringOffloadingManager
@@ -203,7 +203,7 @@ class Server:
     def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock) -> None:
         blocks, waiting_clock = config.primary_blocks, _Clock()
         backend = CPUBackend(_NoMemory(blocks, config.block.bytes))
-        self.primary = PrimaryRows(backend, config.primary.policy)
+        self.primary = primary_rows(backend, config.primary.policy, config.limits)
         self.stores = [shared.get(tier.name) or _key_store(config, tier, clock) for tier in config.secondary]
         self.manager = TieringOffloadingManager(
             self.primary,

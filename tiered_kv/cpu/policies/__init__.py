@@ -36,7 +36,8 @@ class CachePolicy(ABC):
         table: The state of all rows, of which the policy changes only `chain` and `position`, by `RequestChain.take`.
 
     Attributes:
-        num_blocks: Rows of the primary tier, those of pinned blocks included.
+        num_blocks: Rows of the primary tier, those of pinned blocks included. With fair shares, what a tenant has of
+            them; it changes.
         now_s: When the last request began, by a monotonic clock.
     """
 

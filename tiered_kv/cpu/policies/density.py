@@ -88,8 +88,7 @@ class DensityPolicy(CachePolicy):
         self._admitted = 0  # blocks since a request last began
         self._admitted_mean = 0.0
         self._begun = 0  # requests so far
-        self._passed = 0.0  # admitted blocks and begun requests
-        self._now = 0.0  # the same in units of age, `AGES_PER_TURNOVER` for each turnover
+        self._now = 0.0  # admitted blocks and begun requests, in units of age: `AGES_PER_TURNOVER` for each turnover
         self._new_blocks = 0  # since a request last began
         self._new_blocks_mean = 1.0
         self._ghosts: OrderedDict[OffloadKey, Tail] = OrderedDict()  # evicted tails, by their first evicted block
@@ -198,9 +197,9 @@ class DensityPolicy(CachePolicy):
         weight = max(MEAN_WEIGHT, 1 / self._begun)
         self._admitted_mean += weight * (self._admitted - self._admitted_mean)
         # Hints and gaps are in seconds. The mean keeps many new blocks of one request from ageing all others at once.
-        self._passed += 1 + (self._admitted_mean if len(self._kinds) > 1 else self._admitted)
+        passed = 1 + (self._admitted_mean if len(self._kinds) > 1 else self._admitted)
         self._admitted = 0
-        self._now = self._passed * AGES_PER_TURNOVER / self.num_blocks
+        self._now += passed * AGES_PER_TURNOVER / self.num_blocks
         self._age()
         if self._begun % LEARN_EVERY == 0:
             self._learn()

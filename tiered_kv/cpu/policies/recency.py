@@ -14,7 +14,7 @@ from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.policies import CachePolicy
 from tiered_kv.cpu.policies.chain_order import ChainOrder
 from tiered_kv.cpu.policies.ghosts import Ghosts
-from tiered_kv.cpu.row_table import RowTable, unwatched
+from tiered_kv.cpu.row_table import RowTable
 
 
 class LRUPolicy(CachePolicy):
@@ -80,7 +80,7 @@ class ARCPolicy(CachePolicy):
 
     def __init__(self, table: RowTable) -> None:
         super().__init__(table)
-        self._is_frequent: list[bool] = unwatched([])  # by row: whether its block was seen used again
+        self._is_frequent = table.is_frequent
         self._recent_ghosts, self._frequent_ghosts = Ghosts(), Ghosts()  # B1, B2
         self._recent_target = 0.0  # blocks that T1 should have
         self._begin()

@@ -1,0 +1,309 @@
+"""Fair shares: which tenant's block leaves the primary tier, before a policy chooses among the blocks of that tenant.
+
+`PrimaryRows` makes one `FairShares` if the stack has `limits`, and calls it as its policy, on the scheduler's thread.
+Each tenant has a policy of its own over its rows, so no eviction looks at the rows of others. What must stay true:
+every evictable row is in one tenant's policy, and a tenant's `held` counts its rows in every state.
+
+The rule: a block goes from the tenant that holds most of its share, while one holds more than its share. If none does,
+the blocks that were used least recently decide which tenant loses one. A share refuses nothing, and reserves nothing
+that is free.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from tiered_kv.config.limits import DEFAULT_TENANT, WHOLE, limit_bytes
+from tiered_kv.cpu.chain import RequestChain
+from tiered_kv.cpu.policies import CachePolicy
+from tiered_kv.cpu.policies.checked import CheckedPolicy
+from tiered_kv.cpu.row_table import RowTable, unwatched
+
+TENANTS_MAX: Final = 1000
+"""Limit of the tenants that `limits` does not name; the requests of further ones count for `DEFAULT_TENANT`."""
+_SAMPLES: Final = 16
+"""Rows drawn at random to find the tenant whose blocks were used least recently."""
+_ROUNDS_MAX: Final = 16
+"""About how many times one eviction chooses a tenant, if several are over their shares."""
+
+
+class Tenant:
+    """A tenant of the primary tier: what it may keep, what it has, and the policy over its rows."""
+
+    __slots__ = ("evicted_blocks", "held", "limit", "name", "policy", "share")
+
+    def __init__(self, name: str, policy: CachePolicy) -> None:
+        self.name = name
+        self.policy = policy
+        self.limit = WHOLE
+        self.share = 0.0  # rows
+        self.held = 0  # rows: evictable, pinned, or being written
+        self.evicted_blocks = 0
+
+
+class FairShares(CachePolicy):
+    """Chooses a tenant, and lets this tenant's policy choose the block.
+
+    A block counts for the tenant whose request brought it into memory, also while others use it. A request that uses
+    blocks of other tenants has a chain of its own in each of their policies (`RequestChain.guests`).
+
+    Args:
+        table: The state of the rows.
+        make: Makes the policy of one tenant.
+        limits: The shares by tenant, as texts of `limits` in a stack's file.
+        block_bytes: Bytes of a row.
+    """
+
+    def __init__(
+        self, table: RowTable, make: Callable[[RowTable], CachePolicy], limits: Mapping[str, str], block_bytes: int
+    ) -> None:
+        super().__init__(table)
+        self._make, self._block_bytes = make, block_bytes
+        self._limits = {DEFAULT_TENANT: WHOLE}
+        self._tenants: dict[str, Tenant] = {}
+        self._tenant_of: list[Tenant | None] = unwatched([])  # by row; no tenant leads back to this list
+        self._size = 0
+        self._unnamed = 0
+        self._asking: Tenant | None = None
+        self._incoming = 0
+        self._evicted_from: dict[Tenant, None] = {}  # in this step
+        self._chance = random.Random(0)
+        default = self._tenant(DEFAULT_TENANT)
+        self.ends_every_step = isinstance(default.policy, CheckedPolicy)
+        """Whether `end_step` is called after each step, and not only after those with an eviction."""
+        self.set_limits(limits)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """All tenants so far. Any thread may call."""
+        return list(self._tenants.values())
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        """The shares that were set, by tenant."""
+        return self._limits
+
+    @property
+    def failure(self) -> str:
+        """Why lru replaced a third-party policy of a tenant; empty while it is used."""
+        return next(filter(None, (getattr(each.policy, "failure", "") for each in self.tenants)), "")
+
+    def set_limits(self, limits: Mapping[str, str]) -> None:
+        """Set the shares of all tenants. What is over a smaller share goes with later evictions."""
+        self._limits = {DEFAULT_TENANT: WHOLE, **limits}
+        for name in limits:
+            self._tenant(name)
+        for tenant in self._tenants.values():
+            self._set_share(tenant)
+
+    def expect(self, chain: RequestChain, rows: int) -> None:
+        """Note that room is made for so many rows of the request of `chain`; `evict` follows."""
+        self._asking, self._incoming = self._tenant_for(chain), rows
+
+    def freed(self, rows: Collection[int]) -> None:
+        """Note that rows became free without an eviction."""
+        tenant_of = self._tenant_of
+        for row in rows:
+            if row < len(tenant_of) and (tenant := tenant_of[row]) is not None:
+                tenant_of[row] = None
+                tenant.held -= 1
+
+    # As a policy.
+
+    def admit(self, rows: Sequence[int], chain: RequestChain) -> None:
+        chain.refresh()
+        tenant, tenant_of = self._tenant_for(chain), self._tenant_of
+        if len(tenant_of) < len(self.table):
+            tenant_of += [None] * (len(self.table) - len(tenant_of))
+        for row in rows:
+            tenant_of[row] = tenant
+        tenant.held += len(rows)
+        self._ready(tenant).admit(rows, chain)
+
+    def add(self, rows: Collection[int]) -> None:
+        self._size += len(rows)
+        for tenant, own in self._by_tenant(rows):
+            tenant.policy.add(own)
+
+    def remove(self, rows: Collection[int]) -> None:
+        self._size -= len(rows)
+        for tenant, own in self._by_tenant(rows):
+            tenant.policy.remove(own)
+
+    def clear(self, rows: Iterable[int]) -> list[Any]:  # Any: the policies' own
+        self._size = 0
+        kept = list(rows) if self.ends_every_step else []  # the built-in policies do not look at them
+        remains: list[Any] = []
+        for tenant in self._tenants.values():
+            remains += tenant.policy.clear([row for row in kept if self._tenant_of[row] is tenant])
+        return remains
+
+    def use(self, rows: Sequence[int], chain: RequestChain) -> None:
+        chain.refresh()
+        tenant = self._tenant_for(chain)
+        if not rows:
+            self._ready(tenant).use(rows, chain)
+            for host, guest in (chain.guests or {}).items():
+                guest.refresh()
+                self._ready(host).use(rows, guest)
+            return
+        for host, own in self._by_tenant(rows):
+            self._ready(host).use(list(own), chain if host is tenant else self._guest(chain, host))
+
+    def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[int] | None:
+        if count > self._size:
+            return None
+        taken: list[tuple[Tenant, list[int]]] = []
+        missing = self._take_from_those_over(count, step, spare, taken)
+        if missing:
+            missing = self._take_by_recency(missing, step, spare, taken)
+        if missing:
+            for tenant, rows in taken:
+                tenant.policy.add(rows)
+                tenant.held += len(rows)
+            return None
+        self._size -= count
+        victims: list[int] = []
+        for tenant, rows in taken:
+            tenant.evicted_blocks += len(rows)
+            victims += rows
+        for row in victims:
+            self._tenant_of[row] = None
+        return victims
+
+    def end_step(self) -> None:
+        for tenant in self._tenants.values() if self.ends_every_step else self._evicted_from:
+            tenant.policy.end_step()
+        self._evicted_from.clear()
+
+    # The tenant that loses blocks.
+
+    def _take_from_those_over(
+        self, count: int, step: int, spare: RequestChain | None, taken: list[tuple[Tenant, list[int]]]
+    ) -> int:
+        """Evict up to `count` rows of tenants over their shares, and return how many are missing.
+
+        The rows that are asked for count for their tenant: else each store would take from others what is just its
+        share. Rows that engines have been granted in advance belong to no tenant, and make all shares smaller.
+        """
+        used = {tenant: tenant.held for tenant in self._tenants.values() if tenant.held}
+        if self._asking is not None and self._incoming:
+            used[self._asking] = self._asking.held + self._incoming
+        part = max(sum(used.values()) - count, 0) / self.num_blocks
+        shares = {tenant: tenant.share * part for tenant in used}
+        over = {tenant: used[tenant] / max(shares[tenant], 0.5) for tenant in used if used[tenant] > shares[tenant]}
+        least = max(1, count // _ROUNDS_MAX)
+        while count and over:
+            tenant = max(over, key=over.__getitem__)
+            ratio = over.pop(tenant)
+            share = shares[tenant]
+            excess = math.ceil(used[tenant] - share)
+            until_next = math.ceil(used[tenant] - max(over.values(), default=0.0) * max(share, 0.5))
+            rows = self._take(tenant, min(count, excess, max(until_next, least)), step, spare)
+            if not rows and spare is not None and tenant is self._asking:
+                # Its own request has all that it can give: others do not lose blocks for it.
+                rows = self._take(tenant, min(count, excess), step, None)
+            if not rows:
+                continue
+            taken.append((tenant, rows))
+            count -= len(rows)
+            used[tenant] -= len(rows)
+            if used[tenant] > share:
+                over[tenant] = min(ratio, used[tenant] / max(share, 0.5))
+        return count
+
+    def _take_by_recency(
+        self, count: int, step: int, spare: RequestChain | None, taken: list[tuple[Tenant, list[int]]]
+    ) -> int:
+        """Evict up to `count` rows of any tenants, and return how many are missing."""
+        able = {tenant: None for tenant in self._tenants.values() if len(tenant.policy)}
+        most = max(8, count // 8)
+        while count and able:
+            tenant = next(iter(able)) if len(able) == 1 else self._least_recent(able)
+            rows = self._take(tenant, count if len(able) == 1 else min(count, most), step, spare)
+            if not rows:
+                del able[tenant]
+                continue
+            taken.append((tenant, rows))
+            count -= len(rows)
+        return count
+
+    def _least_recent(self, able: Mapping[Tenant, None]) -> Tenant:
+        """Return the tenant of the least recently used of some evictable rows, which are drawn at random."""
+        tenant_of, table = self._tenant_of, self.table
+        found, least = None, math.inf
+        for row in self._chance.choices(range(len(tenant_of)), k=_SAMPLES):
+            tenant, chain = tenant_of[row], table.chain[row]
+            if tenant in able and chain is not None and not table.ref_cnt[row] and chain.last_use < least:
+                found, least = tenant, chain.last_use
+        return found or max(able, key=lambda each: len(each.policy))
+
+    def _take(self, tenant: Tenant, count: int, step: int, spare: RequestChain | None) -> list[int]:
+        """Evict `count` rows of one tenant, or as many of them as it can give."""
+        policy = self._ready(tenant)
+        if spare is not None and self._tenant_for(spare) is not tenant:
+            spare = (spare.guests or {}).get(tenant)
+        self._evicted_from[tenant] = None
+        count = min(count, len(policy))
+        while count:
+            rows = policy.evict(count, step, spare)
+            if rows is not None:
+                tenant.held -= len(rows)
+                return rows
+            count //= 2
+        return []
+
+    # Tenants.
+
+    def _tenant_for(self, chain: RequestChain) -> Tenant:
+        """Return the tenant of a request."""
+        name = chain.hints.tenant if chain.hints is not None else ""
+        return self._tenants.get(name or DEFAULT_TENANT) or self._tenant(name)
+
+    def _tenant(self, name: str) -> Tenant:
+        """Return a tenant by its name; a new one unless there are too many."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            if name not in self._limits:
+                if self._unnamed >= TENANTS_MAX:
+                    return self._tenants[DEFAULT_TENANT]
+                self._unnamed += 1
+            tenant = self._tenants[name] = Tenant(name, self._make(self.table))
+            self._set_share(tenant)
+        return tenant
+
+    def _set_share(self, tenant: Tenant) -> None:
+        tenant.limit = self._limits.get(tenant.name, self._limits[DEFAULT_TENANT])
+        tenant.share = limit_bytes(tenant.limit, self.num_blocks * self._block_bytes) / self._block_bytes
+
+    def _ready(self, tenant: Tenant) -> CachePolicy:
+        """Return a tenant's policy, which knows the time, and how many rows are its own."""
+        policy = tenant.policy
+        policy.now_s = self.now_s
+        policy.num_blocks = max(1, int(tenant.share), tenant.held)
+        return policy
+
+    def _guest(self, chain: RequestChain, host: Tenant) -> RequestChain:
+        """Return the chain that stands for a request in the policy of another tenant."""
+        if chain.guests is None:
+            chain.guests = {}
+        guest = chain.guests.get(host)
+        if guest is None:
+            guest = chain.guests[host] = RequestChain()
+        guest.hints, guest.position_of = chain.hints, chain.position_of
+        guest.refresh()
+        return guest
+
+    def _by_tenant(self, rows: Collection[int]) -> Iterable[tuple[Tenant, Collection[int]]]:
+        """Return the rows of each tenant, in their order; most often all are of one tenant."""
+        tenant_of = self._tenant_of
+        found = dict.fromkeys(map(tenant_of.__getitem__, rows))
+        if len(found) == 1:
+            return [(tenant, rows) for tenant in found if tenant is not None]
+        return [(each, [row for row in rows if tenant_of[row] is each]) for each in found if each is not None]
