@@ -101,7 +101,10 @@ def test_simulations_follow_the_limits() -> None:
     requests = []
     for turn in range(10):
         requests.append(Request(turn, 320, 16, tuple(range(20)), hints={"tenant": "quiet"}))
-        requests.append(Request(turn, 640, 16, tuple(range(1000 * turn + 100, 1000 * turn + 140))))
+        requests += [
+            Request(turn, 640, 16, tuple(range(first, first + 40)))
+            for first in range(1000 * turn + 100, 1000 * turn + 300, 40)
+        ]
     config = {"namespace": {"model": "m"}, "block": {"bytes": 4096}, "primary": {"capacity": 100 * 4096}}
     limits = {"quiet": "20%", "default": "80%"}
     assert simulate(load_config(config), requests).tiers["cpu"].hits < 90
