@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.secrets import error_text
-from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.cpu.shared_rows import primary_rows
 from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
-from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.series import CounterView, Snapshot
 from tiered_kv.stack.calls import StackCalls
 from tiered_kv.stack.facade import BlockFacade, keys_of
+from tiered_kv.stack.history import open_history
 from tiered_kv.stack.manager_type import manager_type
 from tiered_kv.stack.order_steps import OrderSteps
 from tiered_kv.stack.warm import WarmStart
@@ -39,7 +39,6 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.tiering.requests import ManagerLimits
 
 if TYPE_CHECKING:  # modules that only some stacks use are imported when they use them
-    from tiered_kv.metrics.history.ledger import EndedRequest
     from tiered_kv.stack.exporters.events import EventPublisher
     from tiered_kv.stack.exporters.server import StatusServer
     from tiered_kv.stack.exporters.status import Explanation, Observed
@@ -146,7 +145,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
                 )
             self.tier_names = [tier.name for tier in config.secondary]
             has_listener = config.metrics is not None or has_idle_caller  # a server's stack is behind its listener
-            self.history = _history(config, self.events, has_thread=not has_idle_caller, has_names=has_listener)
+            self.history = open_history(config, self.events, has_thread=not has_idle_caller, has_names=has_listener)
             if self.history is not None:
                 undo.callback(self.history.close)
             manager = manager_type(config, self.events, undo, is_program=self._is_program)(
@@ -347,31 +346,6 @@ def shut_down(tiers: list[SecondaryTierManager], config: StackConfig) -> None:
         except Exception as error:  # of a third-party tier, as text: a traceback would keep the tier alive
             text = error_text(error, config.secret_texts())
             _log.warning("a '%s' tier failed to shut down: %s", tier.tier_type, text)
-
-
-def _history(
-    config: StackConfig, events: EventPublisher | None, *, has_thread: bool, has_names: bool
-) -> BlockHistory | None:
-    if not config.history:
-        return None
-    on_ended = None
-    if events is not None and events.publishes_requests:
-        from tiered_kv.stack.exporters.status import received_by
-
-        def on_ended(ended: EndedRequest) -> None:
-            events.request_ended(received_by(ended, config.block.tokens))
-
-    names = [PRIMARY_NAME]
-    ttl_s: list[float | None] = [None]
-    blocks: list[int | None] = [config.primary_blocks]
-    for tier in config.secondary:
-        facts = tier.storage_facts()
-        names.append(tier.name)
-        ttl_s.append(facts.ttl_s)
-        blocks.append(None if facts.capacity_bytes is None else facts.capacity_bytes // config.block.bytes)
-    return BlockHistory(
-        config.history, names, ttl_s, blocks=blocks, has_thread=has_thread, on_ended=on_ended, has_names=has_names
-    )
 
 
 def open_server(config: StackConfig) -> StatusServer | None:
