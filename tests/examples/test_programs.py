@@ -44,6 +44,12 @@ PRINTED: dict[str, list[str]] = {
         "where: 2 of 3 blocks found",
         "stored: 3",
     ],
+    "values.py": [
+        "2 of 2 computed",
+        "[(1, 2), (2, 2)]",
+        "1 of 3 computed",
+        "[(2, 2), (3, 2), (1, 2)]",
+    ],
     "why_a_miss.py": [
         "a prompt that nobody has asked before: 0 of 4 blocks; the first: cpu unknown, small unknown, picky unknown",
         "an old prompt: 0 of 4 blocks; the first: cpu evicted, small evicted, picky admission",

@@ -25,7 +25,8 @@ from tiered_kv.server.idle import IdlePoll
 from tiered_kv.server.protocol import KEY_BYTES_MAX, Hello, Message
 from tiered_kv.stack.buffers import Blocks
 from tiered_kv.stack.calls import end_of
-from tiered_kv.stack.facade import BlockFacade, keys_of
+from tiered_kv.stack.facade import keys_of
+from tiered_kv.stack.values import ValueFacade
 from tiered_kv.tiering.interface import CalledManager
 
 START_A_SERVER: Final = "start 'tiered-kv serve STACK --socket PATH'"
@@ -195,7 +196,7 @@ class ProgramManager(AttachedManager, CalledManager):
         super()._handle(message)
 
 
-class HostStack(BlockFacade[ProgramManager]):
+class HostStack(ValueFacade[ProgramManager]):
     """The cache of a host, with the calls of a `Stack` but `counters` and `explain`. Any thread may call it.
 
     While the server is away, no block is stored and every block is a miss. The program attaches again when the server

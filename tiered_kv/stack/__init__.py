@@ -6,6 +6,7 @@ one after another.
 
 open             `open_stack` and `open_engine_stack`: wire everything that the configuration names
 facade           put and get, for programs that are no engine
+values           values of any length up to a block, framed in blocks
 calls            a program's calls of the manager, under one lock
 async_stack      put and get for asyncio programs
 buffers          the bytes of a caller's buffer, array or tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast, overload
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tiered_kv.server.connect import HostStack
     from tiered_kv.stack.buffers import AnyBuffer
     from tiered_kv.stack.open import Stack
+    from tiered_kv.stack.values import Values
 
 T = TypeVar("T")
 
@@ -102,6 +103,11 @@ class AsyncStack:
         """See `Stack.prefetch`."""
         return await _finish(lambda left_s: self.stack.prefetch(keys, left_s, hints=hints), timeout)
 
+    @property
+    def values(self) -> AsyncValues:
+        """See `Stack.values`."""
+        return AsyncValues(self.stack.values)
+
     async def flush(self, timeout: float = 10.0) -> bool:
         """See `Stack.flush`."""
         return await _finish(self.stack.flush, timeout)
@@ -115,6 +121,49 @@ class AsyncStack:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+class AsyncValues:
+    """The values of an `AsyncStack`: the calls of `Values`, to await."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    @property
+    def bytes_max(self) -> int:
+        """See `Values.bytes_max`."""
+        return self._values.bytes_max
+
+    async def put(self, key: bytes, value: AnyBuffer, *, timeout: float = 10.0, hints: HintsAsGiven = None) -> bool:
+        """See `Values.put`."""
+        return await self.put_many({key: value}, timeout=timeout, hints=hints) == 1
+
+    async def put_many(
+        self,
+        values: Mapping[bytes, AnyBuffer],
+        *,
+        timeout: float = 10.0,
+        hints: HintsAsGiven = None,
+        epoch: int | None = None,
+    ) -> int:
+        """See `Values.put_many`."""
+        epoch = self._values.epoch if epoch is None else epoch  # as of `AsyncStack.put`
+        put = partial(self._values.put_many, values, hints=hints, epoch=epoch)
+        return await _finish(lambda left_s: put(timeout=left_s), timeout)
+
+    async def get(self, key: bytes, timeout: float = 1.0, *, hints: HintsAsGiven = None) -> bytes | None:
+        """See `Values.get`."""
+        return (await self.get_many([key], timeout, hints=hints))[0]
+
+    async def get_many(
+        self, keys: Sequence[bytes], timeout: float = 1.0, *, hints: HintsAsGiven = None
+    ) -> list[bytes | None]:
+        """See `Values.get_many`."""
+        return await _finish(lambda left_s: self._values.get_many(keys, left_s, hints=hints), timeout)
+
+    async def contains(self, key: bytes, timeout: float = 1.0) -> bool:
+        """See `Values.contains`."""
+        return await _finish(lambda left_s: self._values.contains(key, left_s), timeout)
 
 
 async def _finish(call: Callable[[float], T], timeout: float, *, always: bool = False) -> T:

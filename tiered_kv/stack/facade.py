@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, overload
+from typing import TYPE_CHECKING, Final, Protocol, overload
 
 import numpy as np
 
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from tiered_kv.stack.buffers import AnyBuffer
 
 _Ask = Callable[[Sequence[OffloadKey], ReqContext], list[bool | None]]
+
+
+class _Slices(Protocol):
+    """Blocks that are taken in slices."""
+
+    def __getitem__(self, part: slice, /) -> Blocks: ...
+
+
 _COUNT_STALL_S: Final = 0.5
 """Seconds that a `put` waits for each answer after its timeout, when it counts the stored blocks."""
 
@@ -201,7 +209,7 @@ class BlockFacade(StackCalls[M]):
 
     # The calls, on the call thread or a thread of the program.
 
-    def _put(self, keys: Sequence[OffloadKey], blocks: Blocks, end_s: float, hints: HintsAsGiven, epoch: int) -> int:
+    def _put(self, keys: Sequence[OffloadKey], blocks: _Slices, end_s: float, hints: HintsAsGiven, epoch: int) -> int:
         has_secondary = self._manager.has_tiers_below
         count = len(keys) if has_secondary else _fitting(keys, self.region.num_blocks)
         done, batches = 0, 0

@@ -26,10 +26,10 @@ from tiered_kv.cpu.shared_rows import primary_rows
 from tiered_kv.errors import ConfigError, MissingExtraError, needing_resources
 from tiered_kv.metrics.series import CounterView, Snapshot
 from tiered_kv.stack.calls import StackCalls
-from tiered_kv.stack.facade import BlockFacade, keys_of
 from tiered_kv.stack.history import open_history
 from tiered_kv.stack.manager_type import manager_type
 from tiered_kv.stack.order_steps import OrderSteps
+from tiered_kv.stack.values import ValueFacade
 from tiered_kv.stack.warm import WarmStart
 from tiered_kv.system.interrupts import CallThread
 from tiered_kv.system.limits import Need, Take, compare, require
@@ -213,7 +213,7 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         return self._call_thread.run(answer)
 
 
-class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
+class Stack(AnyStack, ValueFacade[TieringOffloadingManager]):
     """An open stack of a program that stores and loads blocks itself: `open_stack` opens it. Any thread may call it."""
 
     _is_program = True
@@ -241,7 +241,7 @@ class Stack(AnyStack, BlockFacade[TieringOffloadingManager]):
             ShutdownError: Another process opened the stack before a fork.
         """
         hashes = list(keys)
-        found = self._explain(keys_of(hashes))
+        found = self._explain(self._keys_of(hashes))
         return [replace(explanation, key=key) for explanation, key in zip(found, hashes, strict=True)]
 
 
