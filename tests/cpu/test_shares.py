@@ -177,7 +177,7 @@ def test_a_smaller_share_takes_effect_with_later_stores() -> None:
     shared = Shared(a="80%", b="20%")
     shared.store("a", 80)
     shared.store("b", 20)
-    shared.rows.shares.set_limits({"a": "20%", "b": "80%"})
+    shared.rows.shares.change({"a": "20%", "b": "80%"})
     assert shared.held() == {"a": 80, "b": 20}
     for _ in range(6):
         shared.store("b", 10)

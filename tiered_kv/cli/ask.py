@@ -23,7 +23,7 @@ from tiered_kv.metrics.metric import TOTAL, Metric
 from tiered_kv.metrics.vocabulary import MANAGER
 from tiered_kv.stack.exporters.client import ANSWER_BYTES_MAX, DEFAULT_ADDRESS, fetch, is_address, url_of_address
 
-__all__ = ["ANSWER_BYTES_MAX", "DEFAULT_ADDRESS", "fetch", "is_address", "read_status", "url_of", "view_of"]
+__all__ = ["ANSWER_BYTES_MAX", "DEFAULT_ADDRESS", "fetch", "is_address", "read_status", "token_of", "url_of", "view_of"]
 
 _LINE: Final = f'metrics: {{listen: "{DEFAULT_ADDRESS}"}}'
 
@@ -39,17 +39,27 @@ def url_of(text: str) -> str:
     return url_of_address(text) if is_address(text) else from_source(text, _url_of_stack)
 
 
+def token_of(text: str) -> dict[str, str]:
+    """Return the header that a change needs if `text` is the path of a stack's file with `metrics.token`."""
+    token = None if is_address(text) else from_source(text, _metrics_of).token
+    return {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
+
+
 def _url_of_stack(raw: Mapping[str, object]) -> str:
     if raw.get("metrics") is None:
         raise ConfigError(
             f"the stack serves no status; add this line to the file, and open the stack anew: {_LINE}",
             location="metrics.listen",
         )
-    filled = fill_variables({"metrics": raw["metrics"]}, os.environ)
-    metrics = validate(MetricsSettings, filled["metrics"], ("metrics",))
+    metrics = _metrics_of(raw)
     if metrics.address[1] == 0:
         raise ConfigError("no server listens at port 0: give the URL with the port that the process has taken")
     return f"http://{metrics.listen}"
+
+
+def _metrics_of(raw: Mapping[str, object]) -> MetricsSettings:
+    filled = fill_variables({"metrics": raw["metrics"]}, os.environ)
+    return validate(MetricsSettings, filled["metrics"], ("metrics",))
 
 
 def _flat(counters: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:

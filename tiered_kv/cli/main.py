@@ -39,6 +39,7 @@ _VERBS = {
     "export": "write blocks of a storage into one file",
     "import": "put the blocks of such a file into a storage",
     "top": "show what a running stack does now, tier by tier",
+    "limit": "show and change the shares of tenants in a running stack",
     "doctor": "say what a running engine gains, what limits that, and which setting to change",
     "why": "say why blocks of a running stack were misses",
     "plugins": "list the tier types that were found, or the settings of one",

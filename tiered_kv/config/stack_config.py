@@ -132,7 +132,9 @@ class MetricsSettings(StrictModel):
     )
 
     token: SecretStr | None = Field(
-        default=None, min_length=16, description="What callers of `/prefetch` must send; without it only loopback may."
+        default=None,
+        min_length=16,
+        description="What callers of `/prefetch` and `/limits` must send; without it only loopback may.",
     )
 
     @property

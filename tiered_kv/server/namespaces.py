@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from tiered_kv.config.validation import validate
 from tiered_kv.direct.tiers import part_of
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.server.served_stack import ServedStack
+from tiered_kv.stack.limits import limits_path, restore_limits
 from tiered_kv.system.threads import start_thread
 
 if TYPE_CHECKING:
@@ -143,7 +145,8 @@ class Namespaces:
         from tiered_kv.stack.exporters.server import StatusServer, prefetch_of, routes_of
 
         def observed() -> Mapping[str, Observed]:
-            return {stack.config.identity.digest.hex(): stack.observed() for stack in self.stacks}
+            observed = {stack.config.identity.digest.hex(): stack.observed() for stack in self.stacks}
+            return {digest: replace(each, limits_path=self._limits_path(digest)) for digest, each in observed.items()}
 
         pages = StatusServer(*self._metrics.address)
         pages.start(routes_of(observed), prefetch_of(observed, self._metrics))
@@ -193,7 +196,13 @@ class Namespaces:
         call_soon(lambda: self._opened(config.identity.digest, opened, call_soon))
 
     def _serve(self, config: StackConfig) -> ServedStack:
-        return ServedStack(self._warmed(config), lambda: self.wake(), self.socket_path)
+        stack = ServedStack(self._warmed(config), lambda: self.wake(), self.socket_path)
+        if path := self._limits_path(config.identity.digest.hex()):
+            restore_limits(stack.manager.primary, path)
+        return stack
+
+    def _limits_path(self, digest: str) -> Path | None:
+        return None if self.socket_path is None else limits_path(self.socket_path, digest)
 
     def _warmed(self, config: StackConfig) -> StackConfig:
         """Return the configuration with the settings of the warm start."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -33,12 +34,11 @@ _ROUNDS_MAX: Final = 16
 class Tenant:
     """A tenant of the primary tier: what it may keep, what it has, and the policy over its rows."""
 
-    __slots__ = ("evicted_blocks", "held", "limit", "name", "policy", "share")
+    __slots__ = ("evicted_blocks", "held", "name", "policy", "share")
 
     def __init__(self, name: str, policy: CachePolicy) -> None:
         self.name = name
         self.policy = policy
-        self.limit = WHOLE
         self.share = 0.0  # rows
         self.held = 0  # rows: evictable, pinned, or being written
         self.evicted_blocks = 0
@@ -62,7 +62,14 @@ class FairShares(CachePolicy):
     ) -> None:
         super().__init__(table)
         self._make, self._block_bytes = make, block_bytes
-        self._limits = {DEFAULT_TENANT: WHOLE}
+        self.given = dict(limits)
+        """The limits of the stack's file, by tenant."""
+        self.changed: Mapping[str, str] = {}
+        """Those that were changed since; they go before `given`."""
+        self.lock = threading.Lock()
+        """Held by threads that change limits, never by the manager's."""
+        self._limits = self.limits
+        self._wanted: Mapping[str, str] | None = None  # limits that count from the next eviction on
         self._tenants: dict[str, Tenant] = {}
         self._tenant_of: list[Tenant | None] = unwatched([])  # by row; no tenant leads back to this list
         self._size = 0
@@ -74,7 +81,8 @@ class FairShares(CachePolicy):
         default = self._tenant(DEFAULT_TENANT)
         self.ends_every_step = isinstance(default.policy, CheckedPolicy)
         """Whether `end_step` is called after each step, and not only after those with an eviction."""
-        self.set_limits(limits)
+        for name in limits:
+            self._tenant(name)
 
     def __len__(self) -> int:
         return self._size
@@ -86,24 +94,25 @@ class FairShares(CachePolicy):
 
     @property
     def limits(self) -> Mapping[str, str]:
-        """The shares that were set, by tenant."""
-        return self._limits
+        """The limits by tenant, with the last changes. Any thread may call."""
+        return {DEFAULT_TENANT: WHOLE, **self.given, **self.changed}
 
     @property
     def failure(self) -> str:
         """Why lru replaced a third-party policy of a tenant; empty while it is used."""
         return next(filter(None, (getattr(each.policy, "failure", "") for each in self.tenants)), "")
 
-    def set_limits(self, limits: Mapping[str, str]) -> None:
-        """Set the shares of all tenants. What is over a smaller share goes with later evictions."""
-        self._limits = {DEFAULT_TENANT: WHOLE, **limits}
-        for name in limits:
-            self._tenant(name)
-        for tenant in self._tenants.values():
-            self._set_share(tenant)
+    def change(self, changed: Mapping[str, str]) -> None:
+        """Set all changed limits. They count from the next eviction on. Any thread with `lock` may call."""
+        self.changed = changed
+        self._wanted = self.limits
 
     def expect(self, chain: RequestChain, rows: int) -> None:
         """Note that room is made for so many rows of the request of `chain`; `evict` follows."""
+        if self._wanted is not None:
+            self._limits, self._wanted = self._wanted, None
+            for tenant in self._tenants.values():
+                self._set_share(tenant)
         self._asking, self._incoming = self._tenant_for(chain), rows
 
     def freed(self, rows: Collection[int]) -> None:
@@ -279,8 +288,8 @@ class FairShares(CachePolicy):
         return tenant
 
     def _set_share(self, tenant: Tenant) -> None:
-        tenant.limit = self._limits.get(tenant.name, self._limits[DEFAULT_TENANT])
-        tenant.share = limit_bytes(tenant.limit, self.num_blocks * self._block_bytes) / self._block_bytes
+        limit = self._limits.get(tenant.name, self._limits[DEFAULT_TENANT])
+        tenant.share = limit_bytes(limit, self.num_blocks * self._block_bytes) / self._block_bytes
 
     def _ready(self, tenant: Tenant) -> CachePolicy:
         """Return a tenant's policy, which knows the time, and how many rows are its own."""

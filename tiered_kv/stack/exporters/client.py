@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import re
 import ssl
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ ANSWER_BYTES_MAX: Final = 8 << 20
 TIMEOUT_S: Final = 5.0
 DEFAULT_ADDRESS: Final = "127.0.0.1:9464"
 _REASON_BYTES_MAX: Final = 1000
+_REFUSALS: Final = (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN)
 _PATH = re.compile("[!-~]*")
 _HOST_AND_PORT = re.compile(r"([A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 
@@ -48,20 +50,31 @@ def url_of_address(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
-def fetch(url: str, page: str, timeout_s: float = TIMEOUT_S, *, headers: Mapping[str, str] | None = None) -> bytes:
+def fetch(
+    url: str,
+    page: str,
+    timeout_s: float = TIMEOUT_S,
+    *,
+    headers: Mapping[str, str] | None = None,
+    body: bytes | None = None,
+) -> bytes:
     """Return the body of a page, such as "/status". The call waits up to `timeout_s` seconds for each part of it.
 
+    With a `body`, which is JSON, it is sent to the page.
+
     Raises:
-        ConfigError: The server refuses the query in `page`.
+        ConfigError: The server refuses the query in `page`, the body, or the caller.
         TierUnavailableError: The server does not answer, or has no such page.
     """
     parts = urlsplit(url)
     protocol = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     try:
         with contextlib.closing(protocol(parts.netloc, timeout=timeout_s)) as connection:
-            connection.request("GET", f"{parts.path}{page}", headers={"Accept": "application/json", **(headers or {})})
+            kind = {} if body is None else {"Content-Type": "application/json"}
+            sent = {"Accept": "application/json", **kind, **(headers or {})}
+            connection.request("GET" if body is None else "POST", f"{parts.path}{page}", body, sent)
             with connection.getresponse() as response:
-                body = response.read(ANSWER_BYTES_MAX + 1)
+                answer = response.read(ANSWER_BYTES_MAX + 1)
     except TimeoutError:
         raise TierUnavailableError(f"no answer within {timeout_s:g} s") from None
     except ssl.SSLError as error:
@@ -70,11 +83,20 @@ def fetch(url: str, page: str, timeout_s: float = TIMEOUT_S, *, headers: Mapping
         raise TierUnavailableError(f"the answer is not HTTP, or was cut off ({type(error).__name__})") from error
     except OSError as error:
         raise TierUnavailableError((error.strerror or type(error).__name__).lower()) from error
-    if len(body) > ANSWER_BYTES_MAX:
+    if len(answer) > ANSWER_BYTES_MAX:
         raise TierUnavailableError(f"the answer has more than {ANSWER_BYTES_MAX >> 20} MiB")
-    if response.status == http.HTTPStatus.BAD_REQUEST:
-        why = body[:_REASON_BYTES_MAX].decode(errors="replace").strip()
+    if response.status == http.HTTPStatus.BAD_REQUEST or (body is not None and response.status in _REFUSALS):
+        why = _reason(answer[:_REASON_BYTES_MAX])
         raise ConfigError(f"{url} refuses: {why if why.isprintable() else 'no reason that can be shown'}")
     if response.status != http.HTTPStatus.OK:
         raise TierUnavailableError(f"it answers with HTTP status {response.status}, not with {page}")
-    return body
+    return answer
+
+
+def _reason(answer: bytes) -> str:
+    """Return why a call was refused: a text, or the `error` of a JSON object."""
+    with contextlib.suppress(ValueError, RecursionError):
+        told = json.loads(answer)
+        if isinstance(told, dict) and isinstance(told.get("error"), str):
+            return str(told["error"])
+    return answer.decode(errors="replace").strip()

@@ -36,18 +36,20 @@ _UNTIL_S: Final = 10.0
 _FIELDS: Final = frozenset({"namespace", "block_hashes", "group", "until"})
 Answer = tuple[HTTPStatus, object]
 """A status, and what is sent as JSON."""
+Choose = Callable[[str], "Observed"]
+"""Returns the stack whose namespace begins with a text; raises `ConfigError` if it is none or several."""
 
 
 class PrefetchPages:
     """The orders that callers of one listener have given.
 
     Args:
-        choose: Returns the stack whose namespace begins with a text; raises `ConfigError` if it is none or several.
+        choose: Returns the stack that a call names.
         token: What callers must send; None if none is needed.
     """
 
-    def __init__(self, choose: Callable[[str], Observed], token: str | None) -> None:
-        self._choose, self._token = choose, token
+    def __init__(self, choose: Choose, token: str | None) -> None:
+        self.choose, self._token = choose, token
         self._lock = threading.Lock()
         """Guards `_orders`; never held for longer than a pass over them."""
         self._orders: dict[str, tuple[PrefetchOrder, PrefetchOrders]] = {}
@@ -86,7 +88,7 @@ class PrefetchPages:
 
     def _begin(self, body: bytes) -> Answer:
         asked = _asked(body)
-        stack = self._choose(asked["namespace"])
+        stack = self.choose(asked["namespace"])
         keys, unknown = _keys(stack, asked["block_hashes"], asked["group"])
         orders = stack.manager.orders
         order = PrefetchOrder(secrets.token_hex(8), keys, time.monotonic() + asked["until"], unknown)

@@ -26,6 +26,8 @@ from tiered_kv.errors import ConfigError, ShutdownError, needing_resources, reme
 from tiered_kv.metrics.series import Snapshot
 from tiered_kv.stack.exporters.hottest import PATH as HOTTEST_PATH
 from tiered_kv.stack.exporters.hottest import HottestPages
+from tiered_kv.stack.exporters.limits import PATH as LIMITS_PATH
+from tiered_kv.stack.exporters.limits import answer_change, limits_page
 from tiered_kv.stack.exporters.metrics import CONTENT_TYPE, StackCollector, exposition
 from tiered_kv.stack.exporters.prefetch import BODY_BYTES_MAX, PrefetchPages
 from tiered_kv.stack.exporters.prefetch import PATH as PREFETCH_PATH
@@ -88,6 +90,7 @@ def routes_of(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
         "/status": lambda query: _json(status(chosen(query))),
         "/explain": lambda query: _json(explain_query(chosen(query), query)),
         HOTTEST_PATH: lambda query: _json(hottest.answer(chosen(query), query)),
+        LIMITS_PATH: lambda query: _json(limits_page(chosen(query), query)),
         "/healthz": lambda _: _text("ok"),
     }
 
@@ -237,7 +240,10 @@ class _Handler(BaseHTTPRequestHandler):
     def handle(self) -> None:
         self.raw_requestline = self.rfile.readline(LINE_BYTES_MAX)
         if self.raw_requestline.endswith(b"\n") and self.parse_request():
-            is_call = self.server.prefetch is not None and f"{self._path}/".startswith(f"{PREFETCH_PATH}/")
+            is_call = self.server.prefetch is not None and (
+                f"{self._path}/".startswith(f"{PREFETCH_PATH}/")
+                or (self._path == LIMITS_PATH and self.command == "POST")
+            )
             body = self._body() if is_call else b""
             self.server.note(self.request, waits_for_client=False)
             status, answer = self._answer_call(body) if is_call else self._answer()
@@ -275,7 +281,10 @@ class _Handler(BaseHTTPRequestHandler):
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                     {"error": f"expected a body of up to {BODY_BYTES_MAX} bytes"},
                 )
-            status, answer = refused or prefetch.answer(self.command, self._path, self.headers, body or b"")
+            if refused is None and self._path == LIMITS_PATH:
+                status, answer = answer_change(prefetch.choose, self.headers, body or b"")
+            else:
+                status, answer = refused or prefetch.answer(self.command, self._path, self.headers, body or b"")
         except ConfigError as error:
             status, answer = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         except Exception as error:  # as of a page

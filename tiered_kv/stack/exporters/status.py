@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from tiered_kv.base import OffloadKey
@@ -178,6 +179,8 @@ class Observed:
     opened_s: float
     """When the stack was opened, in seconds of `time.monotonic`."""
     snapshot: Callable[[], Snapshot]
+    limits_path: Path | None = None
+    """Where changed limits of tenants are kept; None if they end with the process."""
 
 
 def explain(history: BlockHistory, rows: PrimaryRows, keys: Sequence[OffloadKey]) -> list[Explanation]:

@@ -1,0 +1,217 @@
+"""`/limits` and `tiered-kv limit`: shares of a running stack are shown, changed, taken back, and kept by a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.stack.exporters.test_prefetch import TOKEN, ask
+from tests.support.stacks import stack_of
+from tiered_kv.cli.main import main
+from tiered_kv.server.namespaces import Namespaces
+from tiered_kv.server.served_stack import ServedStack
+from tiered_kv.stack.exporters.server import StatusServer
+from tiered_kv.stack.limits import limits_path
+from tiered_kv.stack.open import Stack, open_stack
+
+BLOCK_BYTES = 4096
+LISTEN = {"listen": "127.0.0.1:0"}
+
+
+@pytest.fixture
+def stack() -> Iterator[Stack]:
+    with open_stack(stack_of(blocks=100, metrics=LISTEN, limits={"a": "20%", "default": "80%"})) as stack:
+        yield stack
+
+
+def url_of(stack: Stack) -> str:
+    assert stack.server is not None
+    return f"http://127.0.0.1:{stack.server.port}"
+
+
+def put(stack: Stack, tenant: str, count: int, first: int = 0) -> None:
+    keys = [f"{tenant}-{number}".encode() for number in range(first, first + count)]
+    assert stack.put(keys, bytes(count * BLOCK_BYTES), hints={"tenant": tenant}) == count
+
+
+def held(stack: Stack) -> dict[str, int]:
+    used: dict[str, int] = stack.counters()["cpu"]["tenant_used_bytes"]
+    return {name: count // BLOCK_BYTES for name, count in used.items() if count}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["limit", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_changed_share_counts_from_the_next_store_until_it_is_taken_back(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put(stack, "a", 20)
+    put(stack, "b", 80)
+    changed = run(capsys, url_of(stack), "a", "60%")
+    assert changed["tenants"]["a"] == {
+        "limit": "60%",
+        "is_changed": True,
+        "share_bytes": 60 * BLOCK_BYTES,
+        "used_bytes": 20 * BLOCK_BYTES,
+        "evicted_blocks": 0,
+    }
+    assert changed["is_kept"] is False
+    run(capsys, url_of(stack), "default", "40%")
+    assert held(stack) == {"a": 20, "b": 80}, "a change evicts nothing"
+    for first in range(20, 120, 20):
+        put(stack, "a", 20, first)
+    assert held(stack) == {"a": 60, "b": 40}
+    for name in ("a", "default"):
+        taken_back = run(capsys, url_of(stack), name, "--take-back")
+    assert taken_back["tenants"]["a"]["limit"] == "20%"
+    for first in range(100, 200, 20):
+        put(stack, "b", 20, first)
+    assert held(stack) == {"a": 20, "b": 80}
+
+
+def test_the_table_shows_what_each_tenant_holds(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    put(stack, "b", 10)
+    assert main(["limit", url_of(stack)]) == 0
+    text = capsys.readouterr().out
+    assert [line.split() for line in text.splitlines() if line.split()[:1] == ["b"]] == [
+        ["b", "80%", "320KiB", "40KiB", "0"]
+    ]
+    assert main(["limit", url_of(stack), "c", "0"]) == 0
+    text = capsys.readouterr().out
+    assert "0 (changed)" in text
+    assert "only `tiered-kv serve` keeps it" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "110%"], "SIZE|PERCENT: expected a size such as 200GiB, or a percentage"),
+        (["two words", "10%"], "tenant: expected a name"),
+        (["a", "10%", "--take-back"], "--take-back: expected a tenant, and no size"),
+        (["--take-back"], "--take-back: expected a tenant, and no size"),
+    ],
+)
+def test_a_mistake_is_named_and_changes_nothing(
+    stack: Stack, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["limit", url_of(stack), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not any(each["is_changed"] for each in run(capsys, url_of(stack))["tenants"].values())
+
+
+def test_a_stack_without_limits_says_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_stack(stack_of(metrics=LISTEN)) as stack:
+        assert main(["limit", url_of(stack)]) == 2
+    assert "the stack has no shares: add 'limits: {}' to its file" in capsys.readouterr().err
+
+
+def test_only_a_caller_that_is_heard_changes_a_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = stack_of(blocks=100, metrics={**LISTEN, "token": TOKEN}, limits={})
+    change = {"tenant": "a", "limit": "10%"}
+    with open_stack(config) as stack:
+        assert ask(stack.server, "POST", "/limits", change)[0] == 401
+        assert ask(stack.server, "POST", "/limits", change, Authorization="Bearer wrong")[0] == 401
+        assert main(["limit", url_of(stack), "a", "10%"]) == 2
+        assert "metrics.token" in capsys.readouterr().err
+        assert ask(stack.server, "GET", "/limits")[1]["tenants"].keys() == {"default"}
+        assert stack.server is not None
+        file = tmp_path / "stack.yaml"
+        listen = f"127.0.0.1:{stack.server.port}"
+        file.write_text(yaml.safe_dump({"metrics": {"listen": listen, "token": TOKEN}}))
+        assert run(capsys, str(file), "a", "10%")["tenants"]["a"]["limit"] == "10%"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"[" * 100_000, 400),
+        ({"tenant": "a"}, 400),
+        ({"tenant": 7, "limit": "10%"}, 400),
+        ({"tenant": "a", "limit": True}, 400),
+        ({"tenant": "a", "limit": "10%", "more": 1}, 400),
+        ({"tenant": "a", "limit": "10%", "namespace": "ffff"}, 400),
+        ({"tenant": "a", "limit": "10%", "namespace": 7}, 400),
+    ],
+)
+def test_calls_that_cannot_be_understood_change_nothing(stack: Stack, body: object, status: int) -> None:
+    assert ask(stack.server, "POST", "/limits", body)[0] == status
+    assert ask(stack.server, "POST", "/limits", {"tenant": "a", "limit": "1%"}, Content_Type="text/plain")[0] == 415
+    assert ask(stack.server, "GET", "/limits")[1]["tenants"]["a"]["limit"] == "20%"
+
+
+# A host's server.
+
+
+def served(tmp_path: Path, limits: dict[str, str] | None) -> tuple[Namespaces, ServedStack, StatusServer]:
+    config = stack_of(blocks=100, metrics=LISTEN)
+    namespaces = Namespaces(config if limits is None else {**config, "limits": limits})
+    namespaces.socket_path = tmp_path / "kv.sock"
+    namespaces.open_own()
+    pages = namespaces.open_pages()
+    assert pages is not None
+    return namespaces, namespaces.stacks[0], pages
+
+
+def test_a_server_keeps_changes_over_its_restart_and_they_go_before_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespaces, stack, pages = served(tmp_path, {"a": "20%"})
+    path = limits_path(tmp_path / "kv.sock", stack.config.identity.digest.hex())
+    try:
+        answer = run(capsys, f"http://127.0.0.1:{pages.port}", "a", "60%")
+        assert answer["is_kept"] is True
+    finally:
+        pages.close()
+        namespaces.close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    namespaces, _, pages = served(tmp_path, {"a": "30%", "b": "5%"})
+    try:
+        shown = run(capsys, f"http://127.0.0.1:{pages.port}")["tenants"]
+        assert (shown["a"]["limit"], shown["a"]["is_changed"], shown["b"]["limit"]) == ("60%", True, "5%")
+        run(capsys, f"http://127.0.0.1:{pages.port}", "a", "--take-back")
+        assert run(capsys, f"http://127.0.0.1:{pages.port}")["tenants"]["a"]["limit"] == "30%"
+    finally:
+        pages.close()
+        namespaces.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"version": 2, "limits": {}}', '{"version": 1, "limits": {"a": "x"}}']
+)
+def test_a_file_of_changes_that_cannot_be_used_changes_none(tmp_path: Path, text: str) -> None:
+    namespaces, stack, pages = served(tmp_path, {"a": "20%"})
+    path = limits_path(tmp_path / "kv.sock", stack.config.identity.digest.hex())
+    pages.close()
+    namespaces.close()
+    path.write_text(text)
+    namespaces, _, pages = served(tmp_path, {"a": "20%"})
+    try:
+        assert ask(pages, "GET", "/limits")[1]["tenants"]["a"]["limit"] == "20%"
+    finally:
+        pages.close()
+        namespaces.close()
+
+
+def test_a_change_that_cannot_be_kept_is_not_made(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    namespaces, _, pages = served(folder, {"a": "20%"})
+    try:
+        folder.rename(tmp_path / "away")
+        status, answer = ask(pages, "POST", "/limits", {"tenant": "a", "limit": "60%"})
+        assert status == 400
+        assert "cannot be kept, and was not made" in answer["error"]
+        assert ask(pages, "GET", "/limits")[1]["tenants"]["a"]["limit"] == "20%"
+        (tmp_path / "away").rename(folder)
+    finally:
+        pages.close()
+        namespaces.close()

@@ -1,0 +1,110 @@
+"""`tiered-kv limit`: the shares of tenants in a running stack, and changes of them.
+
+`main` calls `run` on the main thread, which asks the process that has the stack open. What must stay true: without a
+size it changes nothing, and an answer of another form is a `TierUnavailableError`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import urllib.parse
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
+
+from tiered_kv.cli.arguments import describe_use, seconds
+from tiered_kv.cli.ask import fetch, token_of, url_of
+from tiered_kv.cli.output import Status, print_json, print_table, print_text, printable, progress
+from tiered_kv.config.limits import check_limit
+from tiered_kv.config.units import rounded_bytes
+from tiered_kv.errors import ConfigError, TierUnavailableError
+
+_TIMEOUT_S: Final = 10.0
+_Text = Annotated[str, AfterValidator(printable)]
+_Whole = Annotated[int, Field(strict=True, ge=0)]
+
+
+class _Tenant(BaseModel):
+    limit: _Text
+    is_changed: bool
+    share_bytes: _Whole
+    used_bytes: _Whole
+    evicted_blocks: _Whole
+
+
+class _Answer(BaseModel):
+    """The answer of `/limits`, which `docs/how-to/fair-shares.md` describes."""
+
+    capacity_bytes: _Whole
+    tenants: dict[_Text, _Tenant]
+    is_kept: bool | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Show the shares of tenants in a running stack and what each tenant holds, or change a share. A change counts "
+        "from the next store on, and goes before the stack's file until it is taken back. The stack needs 'limits' and "
+        "metrics: {listen: ADDRESS}."
+    )
+    parser.add_argument("stack", metavar="ADDRESS|STACK", help="http://HOST:PORT, or the file, whose token is sent")
+    parser.add_argument("tenant", metavar="TENANT", nargs="?", help="whose share changes; 'default' for all others")
+    parser.add_argument("limit", metavar="SIZE|PERCENT", nargs="?", help="the new share, such as 300GiB or 25%%")
+    parser.add_argument("--take-back", action="store_true", help="end a change: the stack's file counts again")
+    parser.add_argument("--namespace", metavar="DIGEST", default="", help="which namespace, if a server has several")
+    parser.add_argument("--timeout", metavar="TIME", type=seconds, default=_TIMEOUT_S, help="for the answer (10s)")
+    describe_use(
+        parser,
+        ("tiered-kv limit http://127.0.0.1:9464", "the shares, and what each tenant holds"),
+        ("tiered-kv limit http://127.0.0.1:9464 team-a 300GiB", "change a share"),
+        ("tiered-kv limit stack.yaml team-a --take-back", "let the stack's file count again"),
+    )
+
+
+def run(args: argparse.Namespace) -> Status:
+    if args.take_back and (args.tenant is None or args.limit is not None):
+        raise ConfigError("expected a tenant, and no size", location="--take-back")
+    if args.limit is not None:
+        try:
+            check_limit(args.limit)
+        except ValueError as error:
+            raise ConfigError(f"{error}, found {args.limit!r}", location="SIZE|PERCENT") from error
+    url, change = url_of(args.stack), args.limit is not None or args.take_back
+    try:
+        with progress("asking", None):
+            if change:
+                asked = {"namespace": args.namespace, "tenant": args.tenant, "limit": args.limit}
+                token = token_of(args.stack)
+                body = fetch(url, "/limits", args.timeout, body=json.dumps(asked).encode(), headers=token)
+            else:
+                page = f"/limits?{urllib.parse.urlencode({'namespace': args.namespace})}"
+                body = fetch(url, page, args.timeout)
+        answer = _Answer.model_validate_json(body)
+    except TierUnavailableError as error:
+        raise TierUnavailableError(
+            f"no process answers at {url}: {error}; the stack has to be open there, with 'metrics' and 'limits'"
+        ) from error
+    except ValidationError as error:
+        raise TierUnavailableError(f"what answers at {url} is no stack of this kind") from error
+    if args.json:
+        print_json(answer.model_dump(exclude_none=True))
+    else:
+        _show(answer, args.tenant)
+    return Status.OK
+
+
+def _show(answer: _Answer, wanted: str | None) -> None:
+    rows = [
+        [
+            name,
+            tenant.limit + (" (changed)" if tenant.is_changed else ""),
+            rounded_bytes(tenant.share_bytes),
+            rounded_bytes(tenant.used_bytes),
+            f"{tenant.evicted_blocks:,}",
+        ]
+        for name, tenant in answer.tenants.items()
+        if wanted in (None, name)
+    ]
+    print_table(["tenant", "limit", "share", "holds", "evicted blocks"], rows)
+    if answer.is_kept is False:
+        print_text("the change ends with the process: only `tiered-kv serve` keeps it")
