@@ -26,6 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 os.environ.pop("PYTEST_ADDOPTS", None)  # options of this run, which a pytest that a test starts may not know
 
 from tests.support.azurite import azurite
+from tests.support.engine_runs import RUN, today, write
 from tests.support.faulty import Gate
 from tests.support.figures import FIGURES, Figures, Profile
 from tests.support.footprint import Footprint, left_behind
@@ -77,6 +78,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="how much the proofs try: short, as in continuous integration, or full",
     )
     group.addoption("--trust-table", type=Path, metavar="PATH", help="write the table of figures as JSON, too")
+    parser.addoption(
+        "--engine-runs",
+        type=Path,
+        metavar="PATH",
+        help="add to this file which releases of engines the tests have run: tests/engines/runs.json",
+    )
     parser.addoption(
         "--one-in",
         type=int,
@@ -186,6 +193,9 @@ def pytest_runtest_makereport(
     An error before or after the test, such as a leak, counts as a failed case too.
     """
     report = yield
+    if "plugins/transformers" in item.nodeid:
+        RUN.used.add(sys.executable)
+    RUN.note(report)
     if report.failed or (report.when == "call" and report.passed):
         markers = list(item.iter_markers("trust"))
         note = next((marker.kwargs["note"] for marker in markers if "note" in marker.kwargs), "")
@@ -198,16 +208,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Send what a process of several (`-n`) counted to the one that prints it."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["figures"] = session.config.stash[FIGURES].rows()
+        session.config.workeroutput["engines"] = RUN.counts
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:  # Any: pytest-xdist's process, which may not be installed
     """Add what one of several processes counted; one that broke off has sent nothing."""
-    node.config.stash[FIGURES].add_rows(getattr(node, "workeroutput", {}).get("figures", {}))
+    counted = getattr(node, "workeroutput", {})
+    node.config.stash[FIGURES].add_rows(counted.get("figures", {}))
+    RUN.add(counted.get("engines", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print what the proofs of this run came to, if there were any."""
+    """Print what the proofs of this run came to, if there were any; note which engines it ran, if that is asked."""
+    if (runs := config.getoption("--engine-runs")) is not None:
+        write(runs, RUN.runs(today()))
     figures = config.stash[FIGURES]
     if figures:
         terminalreporter.section(f"trust, {config.getoption('--trust')} profile")

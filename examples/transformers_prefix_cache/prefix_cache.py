@@ -13,6 +13,7 @@ anew.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
@@ -32,6 +33,8 @@ PROMPT_TOKENS = 4096
 QUESTION_TOKENS = 16
 VOCABULARY = 8192
 
+# Transformers has called it `cache` since 5.24.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 RESTORED_SHARE_MIN = 0.9
 TIME_SHARE_MAX = 0.2
 
@@ -52,11 +55,13 @@ def make_model() -> LlamaForCausalLM:
 
 def answer(model: LlamaForCausalLM, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
     """Return the logits of all tokens that the cache does not have; the last row's maximum is the next token."""
-    return model(ids[:, cache.get_seq_length() :], past_key_values=cache, use_cache=True).logits
+    return model(ids[:, cache.get_seq_length() :], **{CACHE: cache}, use_cache=True).logits
 
 
 def compute(model: LlamaForCausalLM, prompt: torch.Tensor) -> DynamicCache:
-    return model(prompt, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).past_key_values
+    cache = DynamicCache(config=model.config)
+    model(prompt, **{CACHE: cache}, logits_to_keep=1)
+    return cache
 
 
 def first_process(model: LlamaForCausalLM, prefixes: PrefixCache, prompt: torch.Tensor, ids: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from lmcache.v1.platform import create_event_notifier
 from tiered_kv.base import OffloadKey, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from tiered_kv.config.entries import tier_type_of
 from tiered_kv.direct import DirectTiers
+from tiered_kv.engines.keywords import known_to_base
 from tiered_kv.errors import ConfigError
 from tiered_kv_lmcache.tier_set import Places, TierSet, read_settings
 
@@ -78,13 +79,16 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         l1_memory_desc: Address and size of LMCache's L1.
 
     Raises:
-        ConfigError: The parameters cannot be used, a library is missing, L1 is not in this process's memory, or objects
-            have a serde.
+        ConfigError: The parameters cannot be used, a library is missing, L1 is not in this process's memory, or the
+            entry has a serde or an eviction.
     """
 
-    def __init__(self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None) -> None:
-        _check_serde()
-        super().__init__(max_capacity_bytes=0)  # LMCache evicts nothing: the tiers do
+    def __init__(
+        self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None, **unknown: object
+    ) -> None:
+        _check_entry()
+        passed_on = known_to_base(TieredKVL2Adapter, unknown)
+        super().__init__(max_capacity_bytes=0, **passed_on)  # LMCache evicts nothing: the tiers do
         self._settings = read_settings(params)
         if l1_memory_desc is None:
             raise ConfigError("LMCache's L1 is not in this process's memory, and the tiers read and write it in place")
@@ -281,8 +285,8 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
             each.close()
 
 
-def _check_serde() -> None:
-    """Raise ConfigError if LMCache will wrap the new adapter into a serde.
+def _check_entry() -> None:
+    """Raise ConfigError if the entry of the new adapter has a serde, or an eviction, which would have no effect.
 
     LMCache hands an adapter its parameters only. The whole configuration is a variable of the function that makes it.
     """
@@ -291,12 +295,19 @@ def _check_serde() -> None:
         if frame.f_back is None:
             return
         frame = frame.f_back
-    found = getattr(frame.f_locals.get("config"), "serde_config", None)
+    config = frame.f_locals.get("config")
+    found = getattr(config, "serde_config", None)
     if found is not None:
         raise ConfigError(
             f"found a serde of type '{found.type}'. It stores objects of another layout than LMCache looks up, so none "
             'would ever be found. Leave it out; to compress, write a \'codec\' at a tier, such as "codec": "zstd"',
             location="serde",
+        )
+    if getattr(config, "eviction_config", None) is not None:
+        raise ConfigError(
+            "LMCache would evict from the tiers, which delete no single object and evict by themselves. Leave it out, "
+            "and write a 'capacity' at each tier",
+            location="eviction",
         )
 
 

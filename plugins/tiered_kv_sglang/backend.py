@@ -31,6 +31,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from tiered_kv.direct import DirectTiers
 from tiered_kv.direct.tiers import part_of
+from tiered_kv.engines.keywords import known_to_base
 from tiered_kv.errors import ConfigError, ShutdownError
 from tiered_kv_sglang.engine import (
     check_sharing,
@@ -55,12 +56,14 @@ class TieredKVHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not th
     Args:
         storage_config: SGLang's; its `extra_config` has our settings.
         kwargs: Not used.
+        unknown: Keywords of a newer SGLang.
 
     Raises:
         ConfigError: A setting cannot be used, or does not fit the engine.
     """
 
-    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None, **unknown: object) -> None:
+        super().__init__(**known_to_base(TieredKVHiCache, unknown))
         values, processes = process_variables()
         self._config = storage_config
         self._settings = read_settings(storage_config.extra_config or {}, {**os.environ, **values}, processes)

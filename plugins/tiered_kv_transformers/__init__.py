@@ -4,8 +4,8 @@
 
     with PrefixCache.open(model, "stack.yaml") as prefixes:
         cache, tokens = prefixes.restore(input_ids)
-        output = model.generate(input_ids, past_key_values=cache, return_dict_in_generate=True)
-        prefixes.save(output.sequences, output.past_key_values)
+        output = model.generate(input_ids, cache=cache)
+        prefixes.save(output, cache)
 
 Needs the extra `transformers`. docs/how-to/transformers.md says what is stored, under which keys, and what is refused.
 

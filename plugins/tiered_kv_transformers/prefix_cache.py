@@ -43,7 +43,7 @@ class Restored(NamedTuple):
     """What `restore` found.
 
     Args:
-        cache: A `DynamicCache` of the model, for `past_key_values`; empty if nothing was found.
+        cache: A `DynamicCache` of the model, for its argument `cache`; empty if nothing was found.
         tokens: Tokens of the prompt in `cache`: whole blocks, and always fewer than the prompt.
     """
 

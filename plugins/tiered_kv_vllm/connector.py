@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import KV
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from tiered_kv.base import OffloadKey, make_offload_key
+from tiered_kv.engines.keywords import known_to_base
 from tiered_kv_vllm.engine import configured
 from tiered_kv_vllm.groups import check_kinds
 from tiered_kv_vllm.manager import TieredKVManager
@@ -41,11 +42,12 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
     they are made.
     """
 
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any, **unknown: object) -> None:
         _imply_spec(vllm_config)
+        passed_on = known_to_base(TieredKVConnector, unknown)
         with configured(vllm_config, kv_cache_config):
             check_kinds()
-            super().__init__(vllm_config, role, kv_cache_config)
+            super().__init__(vllm_config, role, kv_cache_config, **passed_on)
         scheduler = self.connector_scheduler
         manager = None if scheduler is None else scheduler.manager
         self._tiered_kv: TieredKVManager | None = manager if isinstance(manager, TieredKVManager) else None

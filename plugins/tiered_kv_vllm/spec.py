@@ -24,6 +24,7 @@ from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.stack_config import StackConfig, load_config
 from tiered_kv.config.validation import suggestion
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.engines.keywords import known_to_base
 from tiered_kv.engines.model.layers import row_aligned
 from tiered_kv.errors import ConfigError, TieredKVError
 from tiered_kv.stack.open import EngineStack
@@ -88,8 +89,8 @@ class TieredKVOffloadingSpec(OffloadingSpec):  # type: ignore[misc]  # vLLM is n
         ConfigError: The configuration cannot be used.
     """
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
+    def __init__(self, config: Any, **unknown: object) -> None:
+        super().__init__(config, **known_to_base(TieredKVOffloadingSpec, unknown))
         check_groups(config)
         # If it is set, vLLM's connector lets only rank 0 store, and the other ranks report a store's end at once.
         self.replicated_layout = config.replicated_layout
@@ -302,10 +303,10 @@ class TieredKVTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM 
     row_layout = ROW_LAYOUT
     """The layout of rows as our worker writes them, for our tiers: vLLM's own worker has another layout."""
 
-    def __init__(self, config: Any) -> None:  # Any: vLLM's OffloadingConfig
+    def __init__(self, config: Any, **unknown: object) -> None:  # Any: vLLM's OffloadingConfig
         check_stages(config)
         check_groups(config)
-        super().__init__(config)
+        super().__init__(config, **known_to_base(TieredKVTieringSpec, unknown))
 
     def get_worker(self, kv_caches: Any) -> HandlerWorker:
         if self._worker is not None:

@@ -23,6 +23,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.entries import tier_settings
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import suggestion
+from tiered_kv.engines.keywords import known_to_base
 from tiered_kv.errors import ConfigError
 from tiered_kv.hints import HintReader, Hints
 from tiered_kv.metrics.registry import Registry
@@ -114,13 +115,9 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
         locality: str | None = None,
         **unknown: object,
     ) -> None:
-        if unknown:
-            name, known = next(iter(unknown)), ("tier", "namespace", "locality")
-            raise ConfigError(
-                f"unknown option of TieredKVTier{suggestion(name, known)}; known options: {', '.join(known)}",
-                location=f"secondary_tiers.{name}",
-            )
-        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        _refuse_written(offloading_spec, unknown)
+        passed_on = known_to_base(TieredKVTier, unknown)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector, **passed_on)
         config = offloading_spec.config
         check_stages(config)
         check_groups(config)
@@ -372,3 +369,16 @@ def _in_prefix_order(job_metadata: TransferJob) -> list[tuple[OffloadKey, int]]:
     position_of = job_metadata.req_context.get_offload_key_position
     positions = {key: position_of(key) for key, _ in blocks}
     return blocks if None in positions.values() else sorted(blocks, key=lambda block: positions[block[0]])
+
+
+def _refuse_written(offloading_spec: Any, unknown: Iterable[str]) -> None:
+    """Raise ConfigError for an option that a user wrote and this class does not know; vLLM adds keywords of its own."""
+    tiers = offloading_spec.config.extra_config.get("secondary_tiers") or ()
+    written = {name for tier in tiers if isinstance(tier, Mapping) for name in tier}
+    known = ("tier", "namespace", "locality")
+    for name in unknown:
+        if name in written:
+            raise ConfigError(
+                f"unknown option of TieredKVTier{suggestion(name, known)}; known options: {', '.join(known)}",
+                location=f"secondary_tiers.{name}",
+            )

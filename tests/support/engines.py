@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Self
 
 import pytest
 
+from tests.support.engine_runs import RUN
+
 SOURCE = Path(__file__).parents[2]
 TIMEOUT_S = 900.0
 LMCACHE = "0.32.0 with LMCache"
@@ -43,6 +45,7 @@ def interpreter(engine: str) -> str:
     found = os.environ.get(VARIABLES[engine])
     if not found or not Path(found).exists():
         pytest.skip(f"{engine} is not here: run .ci/engines DIRECTORY, and set {VARIABLES[engine]}")
+    RUN.used.add(found)
     return found
 
 

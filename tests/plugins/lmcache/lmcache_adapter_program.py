@@ -301,7 +301,7 @@ class Checks:
             assert rig.adapter.pop_completed_store_tasks() == {}
             assert not rig.adapter.report_status()["is_healthy"]
 
-    def objects_with_a_serde_are_refused(self) -> None:
+    def a_serde_and_an_eviction_are_refused(self) -> None:
         params = {"tiers": [self._tier()], "namespace": {"revision": "1"}}
         told = {
             "type": "plugin",
@@ -311,17 +311,28 @@ class Checks:
         }
         memory = torch.empty(MEMORY_BYTES, dtype=torch.uint8)
         l1 = L1MemoryDesc(memory.data_ptr(), MEMORY_BYTES, ALIGN_BYTES)
-        plain, wrapped = parse_args_to_l2_adapters_config(
-            argparse.Namespace(l2_adapter=[json.dumps(told), json.dumps({**told, "serde": {"type": "fp8"}})])
+        entries = (told, {**told, "serde": {"type": "fp8"}}, {**told, "eviction": {"eviction_policy": "LRU"}})
+        plain, wrapped, evicting = parse_args_to_l2_adapters_config(
+            argparse.Namespace(l2_adapter=[json.dumps(entry) for entry in entries])
         ).adapters
         create_l2_adapter(plain, l1).close()
-        message = ""
-        try:
-            create_l2_adapter(wrapped, l1)
-        except ConfigError as error:
-            message = str(error)
-        assert message.startswith("serde: found a serde of type 'fp8'"), message
-        assert "codec" in message, message
+        for config, begin, remedy in (
+            (wrapped, "serde: found a serde of type 'fp8'", "codec"),
+            (evicting, "eviction: LMCache would evict from the tiers", "capacity"),
+        ):
+            message = ""
+            try:
+                create_l2_adapter(config, l1)
+            except ConfigError as error:
+                message = str(error)
+            assert message.startswith(begin), message
+            assert remedy in message, message
+
+    def a_keyword_of_a_newer_release_is_a_warning(self) -> None:
+        params = {"tiers": [self._tier()], "namespace": {"revision": "1"}}
+        memory = torch.empty(MEMORY_BYTES, dtype=torch.uint8)
+        l1 = L1MemoryDesc(memory.data_ptr(), MEMORY_BYTES, ALIGN_BYTES)
+        TieredKVL2Adapter(params, l1_memory_desc=l1, newer=1).close()
 
     def memory_that_is_not_there_is_refused(self) -> None:
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cache_names import cache_in
 from tests.support.interrupt_cases import BLOCKS, CONTENT, WAIT_S, new_keys
 from tests.support.interrupts import interrupts
 from tests.support.stacks import stack_of
@@ -76,7 +77,7 @@ class TestModels:
         found = layout_of(model, 4)
         assert (found.layers, found.kv_heads, found.head_dim) == sizes
         with torch.no_grad():
-            cache = model(torch.arange(12)[None], use_cache=True).past_key_values
+            cache = cache_in(model, model(torch.arange(12)[None], use_cache=True))
         states = states_of(cache, found)
         assert token_count(states) == 12
         row_bytes = sum(part[:, :, :4].numel() * part.element_size() for pair in states for part in pair)
@@ -96,6 +97,20 @@ class TestModels:
     ) -> None:
         with pytest.raises(ValueError, match=message):
             layout_of(model_of(name, **changes), 4)
+
+    def test_a_hybrid_model_and_its_states_by_number_are_refused(self, layout: CacheLayout) -> None:
+        if not hasattr(transformers, "Qwen3NextConfig"):
+            pytest.skip("this version has no Qwen3-Next")
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+        experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+        config = {**heads, **experts, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16, "head_dim": 8}
+        model = model_of("Qwen3Next", layer_types=["linear_attention", "full_attention"], **config)
+        with pytest.raises(ValueError, match=r"not all of its layers keep every token|a cache of another kind"):
+            layout_of(model, 4)
+        with torch.no_grad():
+            cache = cache_in(model, model(torch.arange(12)[None], use_cache=True))
+        with pytest.raises(TypeError, match=r"layer 0 of the cache is a |cannot be saved"):
+            states_of(cache, layout)
 
     def test_an_encoder_and_decoder_is_refused(self) -> None:
         config = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=50)

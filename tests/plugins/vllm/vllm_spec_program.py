@@ -62,7 +62,7 @@ from tiered_kv_memory.settings import MemorySettings
 from tiered_kv_memory.tier import MemoryTier
 from tiered_kv_vllm.connector import TieredKVConnector
 from tiered_kv_vllm.metrics import CounterReport
-from tiered_kv_vllm.spec import stack_config
+from tiered_kv_vllm.spec import TieredKVOffloadingSpec, stack_config
 from tiered_kv_vllm.tier import TieredKVTier
 
 WORKERS = 2
@@ -502,8 +502,20 @@ class Checks(ChecksIn):
             OffloadingSpecFactory.create_spec(self._config(stack, **options))
         view = memoryview(bytearray(4096)).cast("b", (1, 4096))
         tier = {"type": "memory", "capacity": "1MiB"}
-        attempt = functools.partial(TieredKVTier, SimpleNamespace(), view, "TieredKVTier", tier=tier, root_dir="/x")
+        written = SimpleNamespace(config=SimpleNamespace(extra_config={"secondary_tiers": [{"root_dir": "/x"}]}))
+        attempt = functools.partial(TieredKVTier, written, view, "TieredKVTier", tier=tier, root_dir="/x")
         assert "secondary_tiers.root_dir: unknown option of TieredKVTier" in refusal_of(attempt, ConfigError)
+
+    def keywords_of_a_newer_release_are_warnings(self) -> None:
+        stack = {"primary": {"capacity": "1MiB"}}
+        view = memoryview(bytearray(4096)).cast("b", (1, 4096))
+        nothing = SimpleNamespace(config=SimpleNamespace(extra_config={}))
+        with mock.patch("tiered_kv.engines.keywords._log.warning") as warning:
+            TieredKVOffloadingSpec(self._config(stack), newer=1)
+            with contextlib.suppress(AttributeError):  # of the configuration, which this check leaves out
+                TieredKVTier(nothing, view, "TieredKVTier", tier={"type": "memory", "capacity": "1MiB"}, newer=1)
+        told = [call.args[1:3] for call in warning.call_args_list]
+        assert told == [("TieredKVOffloadingSpec", "newer"), ("TieredKVTier", "newer")], told
 
     def _config(self, stack: object, **options: object) -> Any:
         config = config_of(stack, engine_id="e")
