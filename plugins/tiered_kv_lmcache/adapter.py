@@ -87,8 +87,7 @@ class TieredKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is
         self, params: Mapping[str, object], l1_memory_desc: L1MemoryDesc | None = None, **unknown: object
     ) -> None:
         _check_entry()
-        passed_on = known_to_base(TieredKVL2Adapter, unknown)
-        super().__init__(max_capacity_bytes=0, **passed_on)  # LMCache evicts nothing: the tiers do
+        super().__init__(max_capacity_bytes=0, **known_to_base(TieredKVL2Adapter, unknown))  # the tiers evict
         self._settings = read_settings(params)
         if l1_memory_desc is None:
             raise ConfigError("LMCache's L1 is not in this process's memory, and the tiers read and write it in place")
