@@ -102,7 +102,7 @@ SENTENCES: Final[Mapping[str, str]] = {
     "budget": "not stored, or not looked up: the tier's budget was used up",
     "no_space": "not stored: the tier had no room",
     "breaker": "not stored, or not looked up: the tier's breaker was open",
-    "disabled": "not stored, or not looked up: the tier is not used any more",
+    "disabled": "not stored, or not looked up: the tier is not used any more, or was taken out",
     "refused": "was there, and there was no room to promote it",
     "corrupt": "was damaged, and is deleted",
     "timeout": "the tier did not answer, or end the transfer, in time",
@@ -158,6 +158,7 @@ class Reason(StrEnum):
     )
     BREAKER = "breaker", "the tier's breaker was open", Fate.BREAKER
     DISABLED = "disabled", "the tier is not used any more", Fate.DISABLED
+    DRAINED = "drained", "an operator had taken the tier out", Fate.DISABLED
     BY_REQUEST = "by_request", "the request wanted it (its hint 'skip')"
 
     # One request does not get a block that the tier has.
@@ -220,6 +221,7 @@ SKIPPED: Final = (
     Reason.WRITE_BUDGET,
     Reason.BREAKER,
     Reason.DISABLED,
+    Reason.DRAINED,
     Reason.BY_REQUEST,
 )
 """Why a block was not given to a tier."""

@@ -16,7 +16,7 @@ from tests.support.stacks import manager_of, stack_of
 from tiered_kv.base import make_offload_key
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, RowTable
 from tiered_kv.stack.open import Stack, open_stack
-from tiered_kv.stack.warm_list import read_list
+from tiered_kv.stack._warm_list import read_list
 from tiered_kv.testing.control import wait_until
 
 BLOCK_BYTES = 4096
@@ -50,8 +50,8 @@ def in_memory(stack: Stack) -> set[bytes]:
 
 
 def has_ended(stack: Stack) -> Callable[[], bool]:
-    assert stack.warm is not None
-    thread = stack.warm._thread
+    assert stack._warm is not None
+    thread = stack._warm._thread
     return lambda: thread is None or not thread.is_alive()
 
 
@@ -126,9 +126,9 @@ def test_a_warm_start_evicts_nothing(tmp_path: Path) -> None:
         new = [b"new" + each[3:] for each in HASHES]
         put(stack, new)
         with pytest.MonkeyPatch.context() as patch:
-            assert stack.warm is not None
-            patch.setattr(stack.warm._stopped, "wait", lambda _: False)
-            stack.warm._fill([make_offload_key(each, 0) for each in HASHES])
+            assert stack._warm is not None
+            patch.setattr(stack._warm._stopped, "wait", lambda _: False)
+            stack._warm._fill([make_offload_key(each, 0) for each in HASHES])
         evicted = stack.counters()["cpu"]["evicted_blocks_total"]
         assert evicted == 0
         assert all(manager_of(stack).primary.index.get(make_offload_key(each, 0), -1) >= 0 for each in new)

@@ -38,6 +38,8 @@ _VERBS = {
     "copy": "copy stored blocks to another storage, as they are",
     "export": "write blocks of a storage into one file",
     "import": "put the blocks of such a file into a storage",
+    "drain": "take a tier of a running stack out, for a disk that is replaced",
+    "attach": "put a tier back that was taken out",
     "top": "show what a running stack does now, tier by tier",
     "limit": "show and change the shares of tenants in a running stack",
     "doctor": "say what a running engine gains, what limits that, and which setting to change",
@@ -46,7 +48,7 @@ _VERBS = {
     "schema": "print the JSON schema of a stack's file, for editors",
 }
 
-_MODULES = {"schema": "plugins", "import": "import_file"}
+_MODULES = {"schema": "plugins", "import": "import_file", "attach": "drain"}
 """The module of each verb that no module is named after; a module cannot be named `import`."""
 _EPILOG = """examples:
   tiered-kv VERB --help, or tiered-kv help VERB

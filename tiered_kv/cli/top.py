@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tiered-kv top", "what serves on this machine, at the usual port"),
         ("tiered-kv top stack.yaml --interval 5s", "the stack of this file"),
         ("tiered-kv top http://10.0.0.7:9464 --once --json", "one answer for a script"),
-        found="with --once or --json: a tier is disabled, or its breaker is not closed",
+        found="with --once or --json: a tier is disabled or taken out, or its breaker is not closed",
     )
 
 
@@ -118,7 +118,9 @@ def _once(ask: Callable[[], StackStatus], where: str, args: argparse.Namespace) 
         console = _console(width=width, color_system=None, force_terminal=False)
         print_text(time.strftime("%Y-%m-%d %H:%M:%S"))
         console.print(screen(view, "", where, console, shows_own=args.own))
-    has_problem = any(tier["is_disabled"] or tier["breaker"] not in ("", "closed") for tier in view["tiers"])
+    has_problem = any(
+        tier["is_disabled"] or tier["removal"] or tier["breaker"] not in ("", "closed") for tier in view["tiers"]
+    )
     return Status.FOUND if has_problem else Status.OK
 
 
@@ -266,9 +268,15 @@ _COLUMNS: Final[_Columns] = {
     ),
     "store\nbudget": lambda tier: _budget(tier["store_budget_used_bytes"], tier["store_budget_bytes"]),
     "load\nbudget": lambda tier: _budget(tier["load_budget_used_bytes"], tier["load_budget_bytes"]),
-    "breaker": lambda tier: Text(*(("DISABLED", "bold red") if tier["is_disabled"] else _STATES[tier["breaker"]])),
+    "breaker": lambda tier: _state(tier),
     "used": _capacity,
 }
+
+
+def _state(tier: View) -> Text:
+    if tier["is_disabled"]:
+        return Text("DISABLED", "bold red")
+    return Text(tier["removal"].upper(), "bold red") if tier["removal"] else Text(*_STATES[tier["breaker"]])
 
 
 def _reason_table(reasons: Sequence[View]) -> Table:

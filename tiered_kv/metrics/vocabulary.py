@@ -150,6 +150,7 @@ SECONDARY: Final = table(
     Metric("expected_load_seconds", "Time that a load takes without its blocks, as estimated; 0 before two loads."),
     Metric("expected_block_seconds", "Time that each block adds to a load, as estimated."),
     Metric("quarantined_bytes", "Of the pinned bytes, those of expired jobs."),
+    Metric("drained", "1 while an operator has taken the tier out, else 0."),
     Metric("breaker_state", "0 closed, 1 half open, 2 open."),
     Metric("breaker_opened_total", "Times that the breaker opened."),
 )

@@ -152,7 +152,7 @@ class ServedStack:
             self.generations.close()
             raise
         self.manager = self.stack.manager
-        self.manager.orders.wake = on_finished
+        self.manager.orders.wake = self.manager.removals.wake = on_finished
         self._history = self.stack.history
         self.index = RowIndex(self.manager.primary.row_of, self.generations.values)
         self.sessions: dict[str, HostSession] = {}
@@ -241,7 +241,8 @@ class ServedStack:
         """Whether the next step may find something without a message."""
         has_jobs = self.manager.jobs_in_flight or (self._history is not None and self._history.has_work)
         is_sweeping = self.manager.primary.is_sweeping
-        return bool(has_jobs or self.manager.orders.has_work or is_sweeping or self.waiting or self.ended)
+        is_asked = self.manager.orders.has_work or self.manager.removals.exist
+        return bool(has_jobs or is_asked or is_sweeping or self.waiting or self.ended)
 
     def welcome(self) -> protocol.Welcome:
         usable = self.config.primary_blocks if self.region.is_allocating else max(1, self.region.ready_rows)

@@ -106,7 +106,6 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
         server: The server of `metrics`; None without that setting.
         history: Reasons of misses; None if `config.history` is 0.
         events: The publisher of events; None without that setting.
-        warm: The warm start; None without that setting.
     """
 
     _is_program = False
@@ -162,21 +161,22 @@ class AnyStack(StackCalls[TieringOffloadingManager]):
             undo.callback(self.secondary_tiers.clear)  # the manager shuts them down, and ends their threads
             undo.callback(manager.shutdown, 0.0)
             super().__init__(manager, backend.region)
-            self.warm = None if config.warm is None else WarmStart(config, config.warm, manager)
+            self._warm = None if config.warm is None else WarmStart(config, config.warm, manager)
             if self.server is not None and config.metrics is not None:
                 from tiered_kv.stack.exporters.server import prefetch_of, routes_of
 
                 observed = {config.identity.digest.hex(): self.observed()}
                 self.server.start(routes_of(lambda: observed), prefetch_of(lambda: observed, config.metrics))
-            if self.warm is not None:
-                self.warm.begin()
+            if self._warm is not None:
+                self._warm.begin()
             undo.pop_all()
+            self.secondary_tiers = manager.secondary_tiers  # a removal takes a tier's place in this list
 
     def _close(self, timeout: float) -> None:
         if self.server is not None:
             self.server.close(timeout)
-        if self.warm is not None and not self._is_shut_down:
-            self.warm.end()
+        if self._warm is not None and not self._is_shut_down:
+            self._warm.end()
         super()._close(timeout)
 
     def counters(self) -> CounterView:
@@ -221,7 +221,7 @@ class Stack(AnyStack, ValueFacade[TieringOffloadingManager]):
     def __init__(self, config: StackConfig, *, backend: CPUBackend, is_checked: bool = False) -> None:
         self._batch_blocks = _batch_blocks(config)
         super().__init__(config, backend=backend, is_checked=is_checked)
-        self._order_steps = OrderSteps(self._manager.orders, self._step)
+        self._order_steps = OrderSteps(self._manager.orders, self._manager.removals, self._step)
 
     def _close(self, timeout: float) -> None:
         self._order_steps.close()

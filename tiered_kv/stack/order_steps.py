@@ -1,7 +1,7 @@
-"""Steps for prefetch orders of a program's stack, which makes steps only in its calls.
+"""Steps for prefetch orders and removals of tiers in a program's stack, which makes steps only in its calls.
 
-`Stack` makes it. Its thread runs while there are orders, and calls the manager under the stack's lock, as any call of
-the program does. What must stay true: without orders there is no thread.
+`Stack` makes it. Its thread runs while there are some, and calls the manager under the stack's lock, as any call of
+the program does. What must stay true: without orders and removals there is no thread.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 from tiered_kv.errors import ResourceError, ShutdownError
 from tiered_kv.system.threads import start_thread
 from tiered_kv.tiering.orders import PrefetchOrders
+from tiered_kv.tiering.removal import Removals
 
 STEP_S: Final = 0.002
 """Between two steps while blocks are looked up or loaded."""
@@ -24,13 +25,13 @@ HOLD_S: Final = 0.1
 class OrderSteps:
     """Any thread may call. `step` makes one step of the manager."""
 
-    def __init__(self, orders: PrefetchOrders, step: Callable[[], object]) -> None:
-        self._orders, self._step = orders, step
+    def __init__(self, orders: PrefetchOrders, removals: Removals, step: Callable[[], object]) -> None:
+        self._orders, self._removals, self._step = orders, removals, step
         self._lock = threading.Lock()  # guards `_thread`
         self._thread: threading.Thread | None = None
         self._given = threading.Event()  # an order was given, or the stack closes
         self._is_closed = False
-        orders.wake = self.wake
+        orders.wake = removals.wake = self.wake
         if orders.exist:  # of a warm start, which has begun
             self.wake()
 
@@ -53,7 +54,7 @@ class OrderSteps:
         while True:
             self._given.clear()
             with self._lock:
-                if self._is_closed or not self._orders.exist:
+                if self._is_closed or not (self._orders.exist or self._removals.exist):
                     self._thread = None
                     return
             with suppress(ShutdownError):

@@ -36,13 +36,11 @@ EVENTS_MAX: Final = 1 << 12
 """Events of a tier's jobs that are kept until they are taken; the oldest are dropped."""
 
 _SETTLED_KEYS_MAX = 512
-"""Limit of the keys that `measure` takes from the history's queue, in about 100 us. The history's thread takes all
-further keys."""
+"""Limit of the keys that `measure` takes from the history's queue, in about 100 us. Its thread takes all others."""
 
 
 class TierAccount:
-    """Counts the events of one guarded tier, and records them in the history and for followers. Owned by the manager's
-    thread.
+    """Counts the events of one guarded tier, and records them for history and followers. Owned by the manager's thread.
 
     It takes each event once, by one method.
 
@@ -75,6 +73,11 @@ class TierAccount:
         self._jobs_before_reset: frozenset[JobId] = frozenset()
         self._keys_before_reset: set[OffloadKey] = set()
         """Keys of stores in flight at the last reset that were not stored again since. A tier may report them late."""
+
+    def follow(self, tier: SecondaryTierManager) -> None:
+        """Collect the events of another object for the same tier from now on."""
+        if self._event_source is not None:
+            self._event_source = tier
 
     def notice(self, what: str) -> None:
         """Record a change of the tier's state."""

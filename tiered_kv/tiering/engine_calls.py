@@ -27,7 +27,7 @@ from tiered_kv.metrics.notices import Notices
 from tiered_kv.metrics.registry import Registry
 from tiered_kv.metrics.series import Family, by_label, numbers
 from tiered_kv.metrics.step_timer import StepTimer, timed
-from tiered_kv.metrics.vocabulary import ACCOUNT, PREFETCHED, PRIMARY, WARMED
+from tiered_kv.metrics.vocabulary import ACCOUNT, PRIMARY
 from tiered_kv.reasons import Reason
 from tiered_kv.received import Received, received_of
 from tiered_kv.system.step import PAUSES_MAX, STEP
@@ -41,6 +41,7 @@ from tiered_kv.tiering.orders import PrefetchOrders
 from tiered_kv.tiering.pace import EngineCost
 from tiered_kv.tiering.prefetch import Prefetches
 from tiered_kv.tiering.promotions import Promotions
+from tiered_kv.tiering.removal import Removals
 from tiered_kv.tiering.requests import ManagerLimits, RequestState, RequestTable
 from tiered_kv.tiering.search import Search
 from tiered_kv.tiering.tiers import GuardedTiers
@@ -97,6 +98,7 @@ class EngineCalls(CacheManager):
         self.orders = PrefetchOrders(
             primary, self._promotions, self._search, self._requests, self._orders_max, self._end_request
         )
+        self.removals = Removals(self._tiers, self._requests.contexts, self.secondary_tiers)
         # The end of a step without work costs nothing: the parts that act at each step's end are chosen here.
         self._gathering_tiers = tuple(guarded for guarded in self._tiers if guarded.overrides("on_schedule_end"))
         self._has_event_sink, self._has_history = event_sink is not None, history is not None
@@ -299,6 +301,8 @@ class EngineCalls(CacheManager):
         if self._prefetches.running:
             self._prefetches.ask()
         self._submit()
+        if self.removals.exist:
+            self.removals.act()  # before `_collect`, after which no lookup reaches a tier that was taken out
         self._collect()
         if self.orders.exist:  # after the step's requests, and the ends of jobs
             self.orders.act(began_s)
@@ -368,8 +372,7 @@ class EngineCalls(CacheManager):
             PRIMARY_NAME,
             [
                 *numbers(PRIMARY, counts),
-                by_label(PREFETCHED, {outcome: count for outcome, count in self.orders.outcomes.items() if count}),
-                by_label(WARMED, {outcome: count for outcome, count in self.orders.warmed.items() if count}),
+                *self.orders.families(),
                 by_label(ACCOUNT["skipped_blocks_total"], skipped),
                 Family(PRIMARY["step_seconds"], {(): self.step_timer.seconds.snapshot()}),
             ],

@@ -39,6 +39,7 @@ def _gauges(guarded: GuardedTier) -> dict[str, float]:
         "load_budget_used_bytes": load_blocks * block_bytes,
         "jobs_in_flight": len(guarded.jobs),
         "quarantined_bytes": (loads.expired_blocks + stores.expired_blocks) * block_bytes,
+        "drained": int(guarded.removal is not None),
         "breaker_state": guarded.breaker.state.value,
         "breaker_opened_total": guarded.breaker.times_opened,
     }

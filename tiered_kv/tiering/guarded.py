@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.outages import Outages
 from tiered_kv.tiering.pace import EngineCost, Pace
 from tiered_kv.tiering.write_budget import WriteBudget
+
+if TYPE_CHECKING:
+    from tiered_kv.tiering.removal import Removal
 
 T = TypeVar("T")
 _job_ids = itertools.count()
@@ -124,22 +127,24 @@ class GuardedTier:
         self.lacking_max = 0
         self.is_disabled = False
         """True for the rest of the process once `disable` was called."""
+        self.removal: Removal | None = None  # set while an operator has taken the tier out
         self.loads = Budget(blocks_of(settings.load_budget, budget_bytes, block_bytes))
         self.stores = Budget(blocks_of(settings.store_budget, budget_bytes, block_bytes))
         self._clock = clock
         self.block_bytes = block_bytes
         self._lookup_failures = 0  # the tier's own count, at the last call
         self._relocated_blocks = 0  # the same
+        self._relocated_before = 0  # of tiers that were replaced
         self._counts_failures = self.overrides("lookup_failures")
         self._expects_requests = self.overrides("on_new_request")
         self._has_clock = self.admission.has_clock
         # Jobs before their deadline. All have the same timeout, so the order of submission is the order of deadlines.
-        self._unexpired: dict[JobId, SubmittedJob] = {}
+        self.unexpired: dict[JobId, SubmittedJob] = {}
 
     @property
     def is_searched(self) -> bool:
         """Whether lookups ask this tier. They do not if none of its blocks could be loaded."""
-        if self.is_disabled or self.breaker.state is BreakerState.OPEN:
+        if self.is_disabled or self.removal is not None or self.breaker.state is BreakerState.OPEN:
             return False
         return self.loads.blocks < self.loads.blocks_max or self.loads.will_grow
 
@@ -163,11 +168,11 @@ class GuardedTier:
         return self.loads.blocks + min(self.stores.blocks, loads)
 
     def refusal(self) -> Reason | None:
-        """Return why no job may be submitted, `DISABLED` or `BREAKER`; None if jobs may be submitted."""
-        if self.is_disabled:
-            return Reason.DISABLED
+        """Return why no job may be submitted: `DISABLED`, `DRAINED` or `BREAKER`; None if jobs may be submitted."""
+        if self.is_disabled or self.removal is not None:
+            return Reason.DISABLED if self.is_disabled else Reason.DRAINED
         state = self.breaker.state
-        if state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self._unexpired):
+        if state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and not self.unexpired):
             return None
         return Reason.BREAKER
 
@@ -212,7 +217,7 @@ class GuardedTier:
             return None
         if is_promotion:
             self.admission.note_hits(keys)
-        self.jobs[job_id] = self._unexpired[job_id] = job
+        self.jobs[job_id] = self.unexpired[job_id] = job
         budget.blocks += len(rows)
         self.account.submitted(metadata)
         return job
@@ -225,7 +230,7 @@ class GuardedTier:
         """Report ended and expired jobs to their owners; update breaker and admission."""
         for job, result in self._collect():
             job.owner.ended(job, result)
-        if self._unexpired:
+        if self.unexpired:
             for job in self._expire(now_s):
                 job.owner.expired(job)
         if self._counts_failures:
@@ -242,7 +247,7 @@ class GuardedTier:
         results: list[JobResult] = []
         is_wrong = False
         try:
-            reported = self.tier.get_finished()
+            reported = (self.removal or self.tier).get_finished()
             if not reported:
                 return ()
             for result in reported:  # results before an exception count: they are reported only once
@@ -278,17 +283,17 @@ class GuardedTier:
                 self._budget_of(job).expired_blocks -= len(job.rows)
                 self.breaker.answer()
             else:
-                del self._unexpired[job.metadata.job_id]
+                del self.unexpired[job.metadata.job_id]
                 self._judge(job, result)
             ended.append((job, result))
         return ended
 
     def _expire(self, now_s: float) -> list[SubmittedJob]:
         """Return the jobs that have passed their deadline since the last call; their blocks are now in quarantine."""
-        jobs = self._unexpired.values()
+        jobs = self.unexpired.values()
         expired = [*itertools.takewhile(lambda job: (job.metadata.deadline or 0.0) <= now_s, jobs)]
         for job in expired:
-            del self._unexpired[job.metadata.job_id]
+            del self.unexpired[job.metadata.job_id]
             job.is_expired = True
             self._budget_of(job).expired_blocks += len(job.rows)
             if job.metadata.is_promotion and job.rows:
@@ -316,10 +321,20 @@ class GuardedTier:
             self.is_disabled = True
             self._outages.disable(why)
 
+    def replace(self, tier: SecondaryTierManager) -> None:
+        """Use another object for the same tier from now on. `removal` still reports the jobs of the one before."""
+        self._relocated_before, self._relocated_blocks = self._relocated_before + self._relocated_blocks, 0
+        self.tier = tier
+        self.account.follow(tier)
+
     def call(self, method: str, *arguments: object) -> Any:  # Any: as the tier's method returns
         """Call a method of the tier; an exception is counted, and the result is then None."""
+        return self.call_of(self.tier, method, *arguments)
+
+    def call_of(self, tier: SecondaryTierManager, method: str, *arguments: object) -> Any:  # Any: as `call`
+        """Call a method of the tier, or of an object that was in its place; see `call`."""
         try:
-            return getattr(self.tier, method)(*arguments)
+            return getattr(tier, method)(*arguments)
         except tier_exceptions():
             self.account.note_exception(method)
             return None
@@ -348,7 +363,7 @@ class GuardedTier:
 
     def _moved_blocks(self) -> int:
         self._relocated_blocks = self._ask("relocated_blocks", operator.index, self._relocated_blocks)
-        return self._relocated_blocks
+        return self._relocated_before + self._relocated_blocks
 
     def _ask(self, name: str, check: Callable[[Any], T], otherwise: T) -> T:
         """Return the value of a method or property of the tier; `otherwise` after an exception, which is counted."""

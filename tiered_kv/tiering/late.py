@@ -1,7 +1,8 @@
-"""A late tier: it stands for a tier that is not `required` and cannot be opened yet.
+"""A late tier: it stands for a tier that cannot be opened yet, since it is not `required`, or was taken out.
 
-The factory makes it. `GuardedTier` calls it on the scheduler's thread; a thread of its own opens the real tier. Until
-then every lookup is a miss, and every job fails. A tier that opens after a reset is reset before its first job.
+The factory makes it, and so does a removal. `GuardedTier` calls it on the scheduler's thread; a thread of its own opens
+the real tier. Until then every lookup is a miss, and every job fails. A tier that opens after a reset is reset before
+its first job.
 
 opening thread:   open, until that succeeds ... hand the tier over, wake the caller
 manager's thread: lookup: False ... get_finished: take the tier in, reset it if there was a reset ... pass calls on
@@ -14,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
@@ -39,7 +41,7 @@ class LateTier(SecondaryTierManager):
     A reset that came before the tier was open is made when the tier is taken in. So older blocks are never found.
 
     Args:
-        open_it: Opens the tier, and may hang. A thread of this class calls it until it succeeds.
+        open_it: Opens the tier, and may hang. A thread of this class calls it until it succeeds. None: `open` follows.
         takes_offsets: The attribute of the tier's class.
     """
 
@@ -51,7 +53,7 @@ class LateTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         settings: TierSettings,
-        open_it: Callable[[], SecondaryTierManager],
+        open_it: Callable[[], SecondaryTierManager] | None,
         *,
         takes_offsets: bool,
     ) -> None:
@@ -72,8 +74,43 @@ class LateTier(SecondaryTierManager):
         """How many resets this object has seen."""
         self._tried, self._closing = threading.Event(), threading.Event()
         self._log_limit = LogLimit()
-        name = f"tiered-kv-{settings.name}-open"
-        self._thread = start_thread(self._open, name, open_it)
+        self._thread: threading.Thread | None = None
+        if open_it is not None:
+            self.open(open_it)
+
+    @classmethod
+    def in_place_of(cls, tier: SecondaryTierManager, settings: TierSettings) -> LateTier:
+        """Return an object that takes the place of a tier, until `open`."""
+        late = cls(
+            tier.tier_spec, tier._primary_kv_view, tier.tier_type, settings, None, takes_offsets=tier.takes_offsets
+        )
+        late.failure = "an operator has taken it out"
+        return late
+
+    def open(self, open_it: Callable[[], SecondaryTierManager]) -> None:
+        """Begin to open the tier, on a thread. Called once.
+
+        Raises:
+            ResourceError: The system gives no thread.
+        """
+        self._thread = start_thread(self._open, f"tiered-kv-{self._settings.name}-open", open_it)
+
+    def open_again(self) -> None:
+        """Begin to open, from its settings, the tier whose place this object has taken.
+
+        Raises:
+            ResourceError: The system gives no thread.
+        """
+        from tiered_kv.tiering.factory import SecondaryTierFactory  # it imports this module
+
+        self.failure = "it is being opened"
+        settings = self._settings.model_copy(update={"required": True})
+        self.open(partial(SecondaryTierFactory.create, self.tier_spec, self._primary_kv_view, settings))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tier was taken in. The manager's thread reads this."""
+        return self._inner is not None
 
     def wait(self, timeout_s: float) -> SecondaryTierManager | None:
         """Wait for the first try; return the tier if it is open. The thread that made this object calls this first.
@@ -221,5 +258,6 @@ class LateTier(SecondaryTierManager):
         if self._inner is not None:
             self._inner.shutdown()
             return
-        self._thread.join(_CLOSE_S)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
         self._drop()

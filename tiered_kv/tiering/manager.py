@@ -227,6 +227,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
     def _close_tiers(self, timeout_s: float) -> None:
         self._drain(timeout_s)  # not `drain_jobs`: a long queue of the history would take seconds more
         self._uses.stop()  # a job that begins from now on is not reported any more
+        self.removals.close()
         self._tiers.close(state.req_context for state in self._requests.states.values())
         self.poll()
 
@@ -242,3 +243,7 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
     def disabled_tiers(self) -> set[str]:
         """Return the names of the tiers that are not used any more. Any thread may call."""
         return self._tiers.disabled()
+
+    def removed_tiers(self) -> dict[str, str]:
+        """Return the stage of each tier that an operator has taken out, by name. Any thread may call."""
+        return self.removals.stages()

@@ -27,6 +27,8 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.recent_uses import RecentUses
 from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.metrics.series import Family, by_label
+from tiered_kv.metrics.vocabulary import PREFETCHED, WARMED
 from tiered_kv.system.step import STEP
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.order import Phase, PrefetchOrder
@@ -120,6 +122,14 @@ class PrefetchOrders:
         self._inbox.append(name)
         self.exist = self.has_work = True
         self.wake()
+
+    def families(self) -> list[Family]:
+        """Return the counts of blocks by their outcomes."""
+        counted = {PREFETCHED: self.outcomes, WARMED: self.warmed}
+        return [
+            by_label(metric, {outcome: count for outcome, count in counts.items() if count})
+            for metric, counts in counted.items()
+        ]
 
     # The manager's thread.
 
@@ -298,6 +308,11 @@ class PrefetchOrders:
         """The rows that were used since this number are not evicted in this step."""
         chains: dict[PrefetchOrder, RequestChain] = {}  # of this step's part only: an order may be long
         for guarded, waiting in list(self._found.items()):
+            if guarded.removal is not None:  # an operator took it out after it had answered
+                for order, keys in waiting.items():
+                    order.phases.update(dict.fromkeys(keys, Phase.ABSENT))
+                del self._found[guarded]
+                continue
             blocks = 0 if guarded.loads.blocks or guarded.loads.reserved_blocks else self._job_blocks(guarded)
             while waiting and blocks > 0:
                 if self._room() <= 0 or self._promotions.is_full or guarded.load_room() <= 0:

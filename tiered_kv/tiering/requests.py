@@ -304,6 +304,10 @@ class RequestTable:
         self.finished.setdefault(state, self._clock() + self._wait_max_s)
         self._leave(state)
 
+    def contexts(self) -> list[ReqContext]:
+        """Return the contexts of all requests."""
+        return [state.req_context for state in self.states.values()]
+
     def end(self, state: RequestState) -> None:
         """Forget a request. If it is outdated, it stays so until `renew`."""
         self.pop(state)

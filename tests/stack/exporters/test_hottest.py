@@ -97,6 +97,22 @@ def test_only_who_may_prefetch_gets_keys(tmp_path: Path) -> None:
         assert ask(stack, "/hottest", Host="attacker.example")[0] == 403
 
 
+def test_a_call_that_is_none_takes_no_tier_out(stack: Stack) -> None:
+    assert ask(stack, "/drain")[0] == 405
+    assert stack.server is not None
+    for body, content_type, expected in (
+        (b"{}", "text/plain", 415),
+        (b"no JSON", "application/json", 400),
+        (b'{"tier": 1}', "application/json", 400),
+        (b'{"tier": "other"}', "application/json", 400),
+        (b'{"tier": "shared", "more": "x"}', "application/json", 400),
+    ):
+        with closing(http.client.HTTPConnection("127.0.0.1", stack.server.port, timeout=60.0)) as connection:
+            connection.request("POST", "/drain", body, {"Content-Type": content_type})
+            assert connection.getresponse().status == expected
+    assert not manager_of(stack).removed_tiers()
+
+
 def test_another_namespace_or_block_size_is_refused(stack: Stack) -> None:
     with pytest.raises(ConfigError, match="namespace"):
         ask_hottest(url_of(stack), "00" * 16, BLOCK_BYTES, None, 9)

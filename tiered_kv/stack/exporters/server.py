@@ -31,6 +31,8 @@ from tiered_kv.stack.exporters.limits import answer_change, limits_page
 from tiered_kv.stack.exporters.metrics import CONTENT_TYPE, StackCollector, exposition
 from tiered_kv.stack.exporters.prefetch import BODY_BYTES_MAX, PrefetchPages
 from tiered_kv.stack.exporters.prefetch import PATH as PREFETCH_PATH
+from tiered_kv.stack.exporters.removal import PATHS as REMOVAL_PATHS
+from tiered_kv.stack.exporters.removal import answer_removal
 from tiered_kv.stack.exporters.status import Observed, explain_query, status
 from tiered_kv.system.log_limit import LogLimit
 
@@ -243,6 +245,7 @@ class _Handler(BaseHTTPRequestHandler):
             is_call = self.server.prefetch is not None and (
                 f"{self._path}/".startswith(f"{PREFETCH_PATH}/")
                 or (self._path == LIMITS_PATH and self.command == "POST")
+                or self._path in REMOVAL_PATHS
             )
             body = self._body() if is_call else b""
             self.server.note(self.request, waits_for_client=False)
@@ -283,6 +286,8 @@ class _Handler(BaseHTTPRequestHandler):
                 )
             if refused is None and self._path == LIMITS_PATH:
                 status, answer = answer_change(prefetch.choose, self.headers, body or b"")
+            elif refused is None and self._path in REMOVAL_PATHS:
+                status, answer = answer_removal(prefetch.choose, self.command, self._path, self.headers, body or b"")
             else:
                 status, answer = refused or prefetch.answer(self.command, self._path, self.headers, body or b"")
         except ConfigError as error:

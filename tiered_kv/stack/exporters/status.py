@@ -48,9 +48,11 @@ def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
     requests.
     """
     config, snapshot = stack.config, stack.snapshot()
-    disabled, secrets = stack.manager.disabled_tiers(), config.secret_texts()
+    disabled, removed = stack.manager.disabled_tiers(), stack.manager.removed_tiers()
     tiers = [_primary(snapshot.tiers[PRIMARY_NAME])]
-    tiers += [_secondary(tier, snapshot.tiers[tier.name], tier.name in disabled, secrets) for tier in config.secondary]
+    for tier in config.secondary:
+        found = _secondary(tier, snapshot.tiers[tier.name], tier.name in disabled, config.secret_texts())
+        tiers.append({**found, "removal": removed.get(tier.name, "")})
     return {
         "version": version("tiered-kv"),
         "namespace": config.identity.digest.hex(),

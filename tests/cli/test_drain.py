@@ -1,0 +1,81 @@
+"""`tiered-kv drain` and `attach`: what an operator sees, and who may ask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.stacks import forget_memory, manager_of, stack_of
+from tiered_kv.cli.main import main
+from tiered_kv.stack.open import Stack, open_stack
+
+TOKEN = "a-token-of-a-test"
+HASHES = [bytes(24) + number.to_bytes(8, "big") for number in range(1, 5)]
+
+
+def config_of(directory: Path, token: str | None = None) -> dict[str, object]:
+    disk = {"type": "nvme", "name": "disk", "path": str(directory / "kv"), "capacity": "8MiB"}
+    return stack_of(disk, blocks=16, metrics={"listen": "127.0.0.1:0", "token": token})
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    with open_stack(config_of(tmp_path)) as stack:
+        yield stack
+
+
+def address(stack: Stack) -> str:
+    assert stack.server is not None
+    return f"127.0.0.1:{stack.server.port}"
+
+
+def test_a_tier_is_taken_out_and_put_back(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = np.zeros((4, 4096), np.uint8)
+    assert stack.put(HASHES, blocks) == 4
+    assert stack.flush(60.0)
+    assert main(["drain", address(stack), "disk"]) == 0
+    assert "disk is out: its files are closed" in capsys.readouterr().out
+    assert main(["top", address(stack), "--once"]) == 1
+    assert "DRAINED" in capsys.readouterr().out
+    forget_memory(manager_of(stack))
+    assert stack.get(HASHES, blocks) == 0
+    assert main(["attach", address(stack), "disk", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"tier": "disk", "removal": ""}
+    assert stack.get(HASHES, blocks) == 4
+
+
+def test_a_tier_that_does_not_open_in_time_is_said(
+    stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.tiering.late.RETRY_S", 0.01)
+    assert main(["drain", address(stack), "disk"]) == 0
+    (tmp_path / "kv").rename(tmp_path / "moved")
+    (tmp_path / "kv").write_text("no directory")
+    assert main(["attach", address(stack), "disk", "--wait", "100ms"]) == 1
+    assert "disk is still attaching" in capsys.readouterr().out
+    (tmp_path / "kv").unlink()
+    assert main(["attach", address(stack), "disk"]) == 0
+
+
+@pytest.mark.parametrize("verb", ["drain", "attach"])
+def test_an_unknown_tier_and_a_wrong_address_are_errors(
+    verb: str, stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, address(stack), "other"]) == 2
+    assert "there is no tier 'other'" in capsys.readouterr().err
+    assert main([verb, "127.0.0.1:1", "disk"]) == 2
+
+
+def test_only_who_has_the_token_may_ask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_stack(config_of(tmp_path, TOKEN)) as stack:
+        assert main(["drain", address(stack), "disk"]) == 2
+        assert "token" in capsys.readouterr().err
+        assert not manager_of(stack).removed_tiers()
+        monkeypatch.setenv("TIERED_KV_TOKEN", TOKEN)
+        assert main(["drain", address(stack), "disk"]) == 0

@@ -1,0 +1,75 @@
+"""`tiered-kv drain` and `attach`: take a tier of a running stack out, for a disk that is replaced, and put it back.
+
+`main` calls `run` on the main thread. It asks the stack over HTTP, and then waits, with a limit, until the stack's
+status says that it is done. Nothing is opened here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from typing import Final
+
+from tiered_kv.cli.arguments import describe_use, seconds
+from tiered_kv.cli.ask import TierStatus, fetch, read_status, token_of, url_of
+from tiered_kv.cli.output import Status, print_json, print_text
+from tiered_kv.errors import ConfigError
+
+TOKEN: Final = "TIERED_KV_TOKEN"
+_POLL_S: Final = 0.1
+_WAIT_S: Final = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    if parser.prog.endswith("drain"):
+        parser.description = (
+            "Take a secondary tier of a running stack out, for a disk that is replaced. Its jobs end, then its threads "
+            "end and its files are closed. Requests go on without it, until 'tiered-kv attach' or a restart."
+        )
+        describe_use(
+            parser,
+            ("tiered-kv drain 127.0.0.1:9464 nvme", "take a disk out; then 'umount' it"),
+            found="the tier is not out within --wait",
+        )
+    else:
+        parser.description = "Open a tier again that 'tiered-kv drain' has taken out, from the settings of its stack."
+        describe_use(
+            parser,
+            ("tiered-kv attach 127.0.0.1:9464 nvme", "use the new disk, once it is mounted"),
+            found="the tier is not in use within --wait: the stack goes on trying",
+        )
+    parser.add_argument("address", metavar="ADDRESS", help="URL or HOST:PORT of the stack's metrics, or its file")
+    parser.add_argument("tier", metavar="TIER", help="the tier's name")
+    parser.add_argument("--namespace", default="", metavar="DIGEST", help="its first characters, if several are open")
+    parser.add_argument("--wait", type=seconds, default=_WAIT_S, metavar="TIME", help="how long to wait (1m)")
+
+
+def run(args: argparse.Namespace) -> Status:
+    url, verb = url_of(args.address), args.verb
+    token = os.environ.get(TOKEN)
+    headers = {"Authorization": f"Bearer {token}"} if token else token_of(args.address)
+    if verb == "attach" and _tier(url, args).removal == "draining":
+        raise ConfigError(f"{args.tier} still drains: wait until 'tiered-kv drain' says that it is out")
+    asked = json.dumps({"tier": args.tier, "namespace": args.namespace}).encode()
+    fetch(url, f"/{verb}", headers=headers, body=asked)
+    wanted = "drained" if verb == "drain" else ""
+    end_s = time.monotonic() + args.wait
+    while not (is_done := (tier := _tier(url, args)).removal == wanted) and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+    if args.json:
+        print_json({"tier": args.tier, "removal": tier.removal})
+    elif is_done:
+        print_text(f"{args.tier} is {'out: its files are closed' if verb == 'drain' else 'in use'}")
+    else:
+        print_text(f"{args.tier} is still {tier.removal or 'in use'} after {args.wait:g} s; 'tiered-kv top' shows more")
+    return Status.OK if is_done else Status.FOUND
+
+
+def _tier(url: str, args: argparse.Namespace) -> TierStatus:
+    page = "/status" + (f"?namespace={args.namespace}" if args.namespace else "")
+    for tier in read_status(fetch(url, page)).tiers:
+        if tier.name == args.tier:
+            return tier
+    raise ConfigError(f"there is no tier {args.tier!r}")
