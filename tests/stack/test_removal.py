@@ -154,7 +154,7 @@ def test_asking_twice_and_in_any_order_harms_nothing(stack: Stack) -> None:
     removals = manager_of(stack).removals
     removals.ask("attach", "disk")  # it is in use
     for verb in ("drain", "drain", "attach", "attach", "drain"):
-        removals.ask(verb, "disk")  # type: ignore[arg-type]  # these are verbs
+        removals.ask(verb, "disk")
     wait_until(lambda: stage(stack) == "drained")
     attach(stack)
     removals.ask("attach", "disk")

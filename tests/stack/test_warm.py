@@ -16,7 +16,7 @@ from tests.support.stacks import manager_of, stack_of
 from tiered_kv.base import make_offload_key
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, RowTable
 from tiered_kv.stack.open import Stack, open_stack
-from tiered_kv.stack._warm_list import read_list
+from tiered_kv.stack.warm_list import read_list
 from tiered_kv.testing.control import wait_until
 
 BLOCK_BYTES = 4096

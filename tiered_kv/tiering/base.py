@@ -19,7 +19,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Protocol, Self
 
 import numpy as np
 
@@ -86,6 +86,13 @@ class JobResult:
     def word(self) -> str:
         """`reason` as the counters name it."""
         return str(self.reason or Reason.FAILED)
+
+
+class ReportsJobs(Protocol):
+    """What reports the ends of jobs: a tier, or the removal of one."""
+
+    def get_finished(self) -> Iterable[JobResult]:
+        """See `SecondaryTierManager`."""
 
 
 @dataclass(frozen=True, slots=True)

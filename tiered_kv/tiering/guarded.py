@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -31,16 +31,13 @@ from tiered_kv.tiering.answers import (
     checked_stats,
     tier_exceptions,
 )
-from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager
+from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, ReportsJobs, SecondaryTierManager
 from tiered_kv.tiering.breaker import Breaker, BreakerState
 from tiered_kv.tiering.budget import Budget, blocks_of
 from tiered_kv.tiering.isolation import IsolatedTier
 from tiered_kv.tiering.outages import Outages
 from tiered_kv.tiering.pace import EngineCost, Pace
 from tiered_kv.tiering.write_budget import WriteBudget
-
-if TYPE_CHECKING:
-    from tiered_kv.tiering.removal import Removal
 
 T = TypeVar("T")
 _job_ids = itertools.count()
@@ -127,7 +124,7 @@ class GuardedTier:
         self.lacking_max = 0
         self.is_disabled = False
         """True for the rest of the process once `disable` was called."""
-        self.removal: Removal | None = None  # set while an operator has taken the tier out
+        self.removal: ReportsJobs | None = None  # set while an operator has taken the tier out
         self.loads = Budget(blocks_of(settings.load_budget, budget_bytes, block_bytes))
         self.stores = Budget(blocks_of(settings.store_budget, budget_bytes, block_bytes))
         self._clock = clock

@@ -95,17 +95,15 @@ class LateTier(SecondaryTierManager):
         """
         self._thread = start_thread(self._open, f"tiered-kv-{self._settings.name}-open", open_it)
 
-    def open_again(self) -> None:
-        """Begin to open, from its settings, the tier whose place this object has taken.
+    def open_again(self, create: Callable[[object, memoryview, TierSettings], SecondaryTierManager]) -> None:
+        """Begin to open, from its settings, the tier whose place this object has taken; `create` is the factory's.
 
         Raises:
             ResourceError: The system gives no thread.
         """
-        from tiered_kv.tiering.factory import SecondaryTierFactory  # it imports this module
-
         self.failure = "it is being opened"
         settings = self._settings.model_copy(update={"required": True})
-        self.open(partial(SecondaryTierFactory.create, self.tier_spec, self._primary_kv_view, settings))
+        self.open(partial(create, self.tier_spec, self._primary_kv_view, settings))
 
     @property
     def is_open(self) -> bool:

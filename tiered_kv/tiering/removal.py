@@ -26,6 +26,7 @@ from tiered_kv.base import ReqContext
 from tiered_kv.errors import ConfigError, ResourceError
 from tiered_kv.system.threads import start_thread
 from tiered_kv.tiering.base import JobResult, SecondaryTierManager
+from tiered_kv.tiering.factory import SecondaryTierFactory
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.late import LateTier
 
@@ -78,7 +79,7 @@ class Removal:
         """Begin to open the tier again, if it has been drained."""
         if self.stage is Stage.DRAINED:
             with suppress(ResourceError):  # without a thread it stays drained
-                self._late.open_again()
+                self._late.open_again(SecondaryTierFactory.create)
                 self.stage = Stage.ATTACHING
 
     def close(self) -> None:
