@@ -102,9 +102,10 @@ class EngineCalls(CacheManager):
         # The end of a step without work costs nothing: the parts that act at each step's end are chosen here.
         self._gathering_tiers = tuple(guarded for guarded in self._tiers if guarded.overrides("on_schedule_end"))
         self._has_event_sink, self._has_history = event_sink is not None, history is not None
-        accounts = [guarded.account for guarded in self._tiers]
         self._block_tokens = block_tokens
-        self._account = PrimaryAccount(primary, accounts, history, event_sink, block_tokens)
+        self._account = PrimaryAccount(
+            primary, [each.account for each in self._tiers], history, event_sink, block_tokens
+        )
         self.step_timer = StepTimer(clock)
         self.registry = Registry()
         self.registry.add(self._measure)
