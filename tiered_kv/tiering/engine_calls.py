@@ -95,17 +95,14 @@ class EngineCalls(CacheManager):
         self._lookup_below = self._search.below
         self._many = ManyLookups(primary, self._tiers, self._requests, self._search, clock)
         self._prefetches = Prefetches(primary, self._promotions, self._search)
-        self.orders = PrefetchOrders(
-            primary, self._promotions, self._search, self._requests, self._orders_max, self._end_request
-        )
+        parts = primary, self._promotions, self._search, self._requests
+        self.orders = PrefetchOrders(*parts, self._orders_max, self._end_request)
         self.removals = Removals(self._tiers, self._requests.contexts, self.secondary_tiers)
         # The end of a step without work costs nothing: the parts that act at each step's end are chosen here.
         self._gathering_tiers = tuple(guarded for guarded in self._tiers if guarded.overrides("on_schedule_end"))
         self._has_event_sink, self._has_history = event_sink is not None, history is not None
         self._block_tokens = block_tokens
-        self._account = PrimaryAccount(
-            primary, [each.account for each in self._tiers], history, event_sink, block_tokens
-        )
+        self._account = PrimaryAccount(primary, self._tiers.accounts, history, event_sink, block_tokens)
         self.step_timer = StepTimer(clock)
         self.registry = Registry()
         self.registry.add(self._measure)

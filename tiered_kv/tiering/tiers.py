@@ -13,6 +13,7 @@ from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.notices import Notices
+from tiered_kv.tiering.account import TierAccount
 from tiered_kv.tiering.answers import checked_flag, tier_exceptions
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.guarded import GuardedTier
@@ -60,6 +61,11 @@ class GuardedTiers(tuple[GuardedTier, ...]):
             )
             for number, (tier, of_tier) in enumerate(zip(tiers, settings, strict=True), 1)
         )
+
+    @property
+    def accounts(self) -> list[TierAccount]:
+        """The account of each tier."""
+        return [guarded.account for guarded in self]
 
     @property
     def jobs_in_flight(self) -> int:
