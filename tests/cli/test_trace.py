@@ -111,6 +111,10 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path, trace: Command) -> Non
     assert "Azure's trace of LLM inference" in trace.err(str(tmp_path / "in"))
     (tmp_path / "in").write_text("INFO 11-30 10:00:00 [api_server.py:5] started, ready\nINFO bye\n")
     assert "in:1: a log with no request in it: vLLM writes" in trace.err(str(tmp_path / "in"))
+    (tmp_path / "in").write_text("It's a banner, which is no table\nINFO 11-30 10:00:00 [a.py:5] started\n")
+    assert "in:1: a log with no request in it: vLLM writes" in trace.err(str(tmp_path / "in"))
+    (tmp_path / "in").write_text("It's a text, which is no table\n")
+    assert "in:1: not a JSON object" in trace.err(str(tmp_path / "in"))
     (tmp_path / "in").write_text("hello\nworld\n")
     assert "in:1: not a JSON object" in trace.err(str(tmp_path / "in"))
 

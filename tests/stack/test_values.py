@@ -168,7 +168,7 @@ def test_programs_of_a_host_share_values(tmp_path: Path) -> None:
 
 
 def framed(value: bytes, key: OffloadKey = KEY) -> bytearray:
-    row = np.zeros(BLOCK_BYTES, np.uint8)
+    row = np.full(BLOCK_BYTES, 255, np.uint8)
     _frame(row, key, np.frombuffer(value, np.uint8))
     return bytearray(row.tobytes())
 
@@ -189,6 +189,10 @@ def test_a_damaged_frame_gives_no_wrong_bytes(value: bytes, damages: list[tuple[
     assert value_in(row) in (None, value)  # damage behind the value changes nothing
     if any(row[at] != framed(value)[at] for at in range(HEADER_BYTES + len(value))):
         assert value_in(row) is None
+
+
+def test_a_block_is_zero_behind_its_value() -> None:
+    assert not any(framed(b"value")[HEADER_BYTES + 5 :]), "and tells nothing of what was in memory"
 
 
 @given(st.binary(max_size=9), st.integers(0, 2**64 - 1))

@@ -196,7 +196,7 @@ class _Frames:
 
     def __getitem__(self, part: slice) -> Blocks:
         keys = self._keys[part]
-        rows = np.zeros((len(keys), self._block_bytes), np.uint8)
+        rows = np.empty((len(keys), self._block_bytes), np.uint8)
         for row, key, content in zip(rows, keys, self._contents[part], strict=True):
             _frame(row, key, content)
         return rows
@@ -206,6 +206,7 @@ def _frame(row: Blocks, key: OffloadKey, content: Blocks) -> None:
     """Write a value into its block; the block is zero behind it."""
     length = int(content.size).to_bytes(_LENGTH_BYTES, "little")
     row[HEADER_BYTES : HEADER_BYTES + content.size] = content
+    row[HEADER_BYTES + content.size :] = 0
     head = _MAGIC + length + _digest(key, length, row[HEADER_BYTES : HEADER_BYTES + content.size])
     row[:HEADER_BYTES] = np.frombuffer(head, np.uint8)
 

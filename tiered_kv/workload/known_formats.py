@@ -40,7 +40,8 @@ _PROMPTS = {"messages", "text_input", "payload"}
 _IDS = {"hash_ids", "chunk_hashes"}
 _KEY = re.compile(rb'"([^"\\]{1,64})"\s*:')
 _PARQUET = b"PAR1"
-_LOG = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR)\b|^\[20\d\d-\d\d-\d\d ")
+_LOG = re.compile(r"\b(DEBUG|INFO|WARNING|ERROR) |^\[20\d\d-\d\d-\d\d ", re.MULTILINE)
+_COLUMN = re.compile(r"[\w ()/#%.:+-]{0,40}")
 
 
 def object_advice(keys: Iterable[str]) -> str:
@@ -70,14 +71,16 @@ def text_advice(head: bytes) -> str:
             "this log of LMCache has no ids of blocks; the files lookup_hashes_*.jsonl can be read, which its server "
             "writes with --lookup-hash-log-dir"
         )
-    if _LOG.search(line):
+    columns = [column.strip().strip('"') for column in re.split(r"[,;\t]", line)]
+    if len(columns) > 1 and (advice := object_advice(columns)):
+        return advice
+    if _LOG.search(head.decode(errors="replace")):
         return (
             "a log with no request in it: vLLM writes them with --enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG, "
             "SGLang with --log-requests --log-requests-level 3"
         )
-    columns = [column.strip().strip('"') for column in re.split(r"[,;\t]", line)]
-    if len(columns) > 1 and not line.startswith("{"):
-        return object_advice(columns) or (
+    if len(columns) > 1 and all(map(_COLUMN.fullmatch, columns)):
+        return (
             f"a CSV file is not read: write its requests as JSON lines; {GET_IDS}"
             if "hash_ids" not in columns
             else "a CSV file is not read: write its requests as JSON lines, hash_ids as a list"
