@@ -109,7 +109,7 @@ def check(session: nox.Session) -> None:
     run(session, "ruff", "format", "--check", ".")
     run(session, "mypy")
     run(session, "hadolint", *ROOT.glob("examples/*/Dockerfile"))
-    run(session, "pytest", "-q", "tests/examples/test_kustomize.py")
+    run(session, "pytest", "-q", "-p", "no:cacheprovider", "tests/examples/test_kustomize.py")
 
 
 @nox.session(venv_backend="none", requires=["install"])

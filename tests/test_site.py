@@ -25,7 +25,9 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (Debian's package chromium)"),
 ]
 REPOSITORY = "https://example.org/tiered/kv"
+VERSION = "0.1"
 WIDTHS = (400, 1280)
+"""Of frames: Chromium has no window narrower than 500 pixels."""
 LETTERS_MIN_PX = 11
 """Of the picture's smallest text, after the page has scaled it."""
 
@@ -42,6 +44,7 @@ function look(page, width, frame) {
     title: inner.querySelector("h1").textContent,
     picture: shown(picture) && picture.naturalWidth ? picture.clientWidth / picture.naturalWidth : 0,
     background: frame.contentWindow.getComputedStyle(inner.body).backgroundColor,
+    version: inner.querySelector(".md-version__current")?.textContent.trim() ?? "",
     search: search.some(shown), palette: palette.length,
     edit: inner.querySelector("a.md-content__button")?.href ?? "",
     doors: [...inner.querySelectorAll(".grid.cards > ul > li")].map(each => each.getBoundingClientRect().top)});
@@ -66,11 +69,12 @@ main();
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the site, built as the workflow does it, which knows the repository's address."""
+    """The address of a version of the site, built and placed as the workflow does it, with the repository's address."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     folder = tmp_path_factory.mktemp("site")
+    (folder / "versions.json").write_text(json.dumps([{"version": VERSION, "title": VERSION, "aliases": ["latest"]}]))
     subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml", "-d", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ".mkdocs.yml", "-d", str(folder / VERSION)],
         cwd=ROOT,
         check=True,
         capture_output=True,
@@ -80,7 +84,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/"
+        yield f"http://127.0.0.1:{server.server_port}/{VERSION}/"
         server.shutdown()
         thread.join()
     shutil.rmtree(folder)
@@ -92,7 +96,7 @@ class Files(http.server.SimpleHTTPRequestHandler):
     measuring = ""
 
     def do_GET(self) -> None:
-        if not self.path.startswith("/measure"):
+        if not self.path.endswith("/measure.html"):
             super().do_GET()
             return
         text = Files.measuring.encode()
@@ -142,6 +146,7 @@ def test_the_first_page_has_one_picture_three_doors_search_and_the_way_to_edit_i
         assert len(page["doors"]) == 3
         assert len(set(page["doors"])) == (3 if page["width"] == 400 else 1), "below each other, or side by side"
         assert page["search"]
+        assert page["version"] == VERSION, "the selector names it"
         assert page["palette"] == 1
         assert page["edit"] == f"{REPOSITORY}/edit/main/docs/index.md"
         browse(f"{site}index.html", tmp_path, f"--screenshot={tmp_path}/{page['width']}.png", dark=dark)
