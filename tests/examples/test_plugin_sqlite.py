@@ -16,14 +16,17 @@ import numpy as np
 import pytest
 
 from tests.support.stacks import stack_of
-from tiered_kv.config.entries import tier_settings
+from tiered_kv.config.entries import tier_settings, tier_type_of
 from tiered_kv.config.hooks import tier_plugins
+from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError, TierUnavailableError
 from tiered_kv.stack.open import open_stack
+from tiered_kv.testing.administration import TierAdministrationConformance
 from tiered_kv.testing.conformance import TierConformance
 from tiered_kv.testing.rig import OpenTier
 from tiered_kv.tiering.base import SecondaryTierManager
 from tiered_kv.tiering.factory import SecondaryTierFactory
+from tiered_kv.toolkit.administration import TierAdministration
 
 WAIT_S = 60.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin_sqlite"
@@ -40,6 +43,37 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     tier_plugins().unregister("tiered_kv_sqlite")
 
 
+def damage(path: Path) -> None:
+    database = sqlite3.connect(path, timeout=WAIT_S)
+    with contextlib.closing(database), database:
+        for number, record in database.execute("SELECT number, record FROM blocks").fetchall():
+            damaged = record[:-1] + bytes([record[-1] ^ 1])
+            database.execute("UPDATE blocks SET record = ? WHERE number = ?", (damaged, number))
+
+
+@pytest.mark.usefixtures("plugin")
+class TestSqliteAdministration(TierAdministrationConformance):
+    @pytest.fixture
+    def settings(self, tmp_path: Path) -> TierSettings:
+        self.path = tmp_path / "blocks.db"
+        entry = {"type": "sqlite", "path": str(self.path), "capacity": "64MiB", "lookup_timeout": "60s"}
+        return tier_settings(entry)
+
+    @pytest.fixture
+    def open_tier(self, settings: TierSettings) -> OpenTier:
+        return lambda spec, view: SecondaryTierFactory.create(spec, view, settings)
+
+    @pytest.fixture
+    def administration(self, settings: TierSettings) -> TierAdministration:
+        load = tier_type_of(settings).administration
+        assert load is not None
+        return load()(settings)
+
+    def corrupt(self, tier: SecondaryTierManager) -> bool:
+        damage(self.path)
+        return True
+
+
 @pytest.mark.usefixtures("plugin")
 class TestSqliteTier(TierConformance):
     survives_reopen = True
@@ -52,11 +86,7 @@ class TestSqliteTier(TierConformance):
         return lambda spec, view: SecondaryTierFactory.create(spec, view, settings)
 
     def corrupt(self, tier: SecondaryTierManager) -> bool:
-        database = sqlite3.connect(self.path, timeout=WAIT_S)
-        with contextlib.closing(database), database:
-            for number, record in database.execute("SELECT number, record FROM blocks").fetchall():
-                damaged = record[:-1] + bytes([record[-1] ^ 1])
-                database.execute("UPDATE blocks SET record = ? WHERE number = ?", (damaged, number))
+        damage(self.path)
         return True
 
 

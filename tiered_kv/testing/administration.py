@@ -190,7 +190,8 @@ class TierAdministrationConformance:
         before = self.listed(administration, alice, make_keys(BLOCKS))
         if not self.is_shared:
             alice.reopen()
-        alice.tier.reset_cache()
+        if not alice.tier.reset_cache():
+            pytest.skip("the tier cannot reset")
         after = make_keys(1, "after")
         assert alice.store(after).success
         if not self.is_shared:

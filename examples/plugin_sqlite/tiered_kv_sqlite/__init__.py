@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import Field
 
 from tiered_kv.toolkit import Bytes, SecondaryTierManager, TierSettings, TierType, hookimpl
+
+if TYPE_CHECKING:
+    from tiered_kv.toolkit.administration import TierAdministration
 
 
 class SqliteSettings(TierSettings):
@@ -28,7 +31,14 @@ def _load() -> type[SecondaryTierManager]:
     return SqliteTier
 
 
+def _load_administration() -> type[TierAdministration]:
+    from tiered_kv_sqlite.administration import SqliteAdministration
+
+    return SqliteAdministration
+
+
 @hookimpl
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     """Register the tier type `sqlite`."""
-    return [TierType("sqlite", SqliteSettings, _load, "Blocks in an SQLite database.")]
+    description = "Blocks in an SQLite database."
+    return [TierType("sqlite", SqliteSettings, _load, description, administration=_load_administration)]

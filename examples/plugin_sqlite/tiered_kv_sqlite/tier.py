@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,9 @@ CREATE TABLE IF NOT EXISTS blocks (
     number INTEGER PRIMARY KEY, namespace BLOB NOT NULL, key BLOB NOT NULL, record BLOB NOT NULL,
     UNIQUE (namespace, key)
 );
+CREATE TABLE IF NOT EXISTS namespaces (namespace BLOB PRIMARY KEY, described TEXT NOT NULL);
 """
+_DESCRIBE = "INSERT OR IGNORE INTO namespaces (namespace, described) VALUES (?, ?)"
 _CONTAINS = "SELECT EXISTS (SELECT 1 FROM blocks WHERE namespace = ? AND key = ?)"
 _LOAD = "SELECT record, number FROM blocks WHERE namespace = ? AND key = ?"
 _DELETE = "DELETE FROM blocks WHERE number = ?"
@@ -57,6 +60,10 @@ class SqliteTier(BlockingTier):
         try:
             self._database.executescript(_SETUP)
             self._limit_pages(settings)
+            described = json.dumps(
+                dict(self.tier_spec.namespace), default=str
+            )  # `inspect` shows whose blocks these are
+            self._database.execute(_DESCRIBE, (self._namespace, described))
         except sqlite3.Error as error:
             self._database.close()
             raise TierUnavailableError(f"{settings.path}: {error}", tier=settings.name, operation="open") from error
