@@ -91,6 +91,19 @@ def test_frames_of_other_writers_are_read(size_bytes: int, library: ZstdLibrary)
         assert out == block
 
 
+def test_nothing_but_one_frame_is_read(library: ZstdLibrary) -> None:
+    """Valid data all of it: a library alone returns the first frame, both, or an error."""
+    block = bfloat16_block(1 << 12)
+    evens, odds = (level_1(block[at::2]) for at in (0, 1))
+    note = bytes.fromhex("502a4d1804000000") + b"note"  # a skippable frame
+    half = len(block) // 4
+    of_two = level_1(block[1::2][:half]) + level_1(block[1::2][half:])
+    assert decoded(len(evens).to_bytes(4, "little") + evens + odds, len(block)) == block
+    for one, other in [(evens + level_1(b""), odds), (evens, odds + note), (evens, note + odds), (evens, of_two)]:
+        payload = len(one).to_bytes(4, "little") + one + other
+        assert decoded(payload, len(block)) is BAD_PAYLOAD
+
+
 @pytest.mark.parametrize("size_bytes", SIZES)
 def test_other_readers_read_its_frames(size_bytes: int, library: ZstdLibrary) -> None:
     codec = Zstd()
