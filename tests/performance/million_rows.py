@@ -2,10 +2,12 @@
 
     python tests/performance/million_rows.py --policy lru --rows 10000,100000,1000000
     python tests/performance/million_rows.py --base /path/to/python=/path/to/checkout --rounds 5
+    python tests/performance/million_rows.py --tenants 10 --rows 100000
 
 Times are of the processor, so that others' use of it does not count. Each measurement runs in a process of its own.
 With `--base`, the script measures another build too, in turn with this one, and prints both sides and their ratio:
-medians, and the spread of this side.
+medians, and the spread of this side. With `--tenants`, so many tenants with equal shares store in turn, and the other
+side is this build without shares.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import gc
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -57,7 +60,7 @@ def memory_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(rows: int, policy: str) -> dict[str, float]:
+def measure(rows: int, policy: str, tenants: int = 0) -> dict[str, float]:
     """Return what one tier of `rows` rows takes: memory and times by the names in `UNITS`."""
     from tiered_kv.base import OffloadKey, ReqContext
     from tiered_kv.cpu.backend import CPUBackend
@@ -80,8 +83,23 @@ def measure(rows: int, policy: str) -> dict[str, float]:
             pass
 
     found: dict[str, float] = {}
-    manager = TieringOffloadingManager(primary_class(CPUBackend(NoMemory()), policy))
-    contexts = iter(map(str, range(10**9)))
+    primary: Any = primary_class
+    if tenants:
+        from tiered_kv.cpu.shared_rows import SharedRows
+
+        limits = {"default": f"{100 / tenants:.6f}%"}
+
+        def primary(backend: CPUBackend, policy: str) -> SharedRows:
+            return SharedRows(backend, policy, limits)
+
+    manager = TieringOffloadingManager(primary(CPUBackend(NoMemory()), policy))
+    numbers = itertools.count()
+
+    def begin() -> ReqContext:
+        number = next(numbers)
+        params = {"tiered_kv": {"tenant": f"tenant-{number % tenants}"}} if tenants else None
+        return ReqContext(str(number), params)
+
     first_of = 0
 
     def keys_of(first: int, count: int = REQUEST_KEYS) -> list[OffloadKey]:
@@ -89,7 +107,7 @@ def measure(rows: int, policy: str) -> dict[str, float]:
 
     def store(first: int, count: int = REQUEST_KEYS) -> float:
         keys = keys_of(first, count)
-        context = ReqContext(next(contexts))
+        context = begin()
         manager.on_new_request(context)
         begin_s = _now_s()
         output = manager.prepare_store(keys, context)
@@ -165,7 +183,7 @@ def measure(rows: int, policy: str) -> dict[str, float]:
     found["step_us"] = median_of(manager.on_schedule_end, 2000) * 1e6
     ends = []
     for _ in range(40):
-        ended = ReqContext(next(contexts))
+        ended = begin()
         manager.on_new_request(ended)
         keys = keys_of(first_of)
         first_of += REQUEST_KEYS
@@ -190,8 +208,8 @@ def measure(rows: int, policy: str) -> dict[str, float]:
     return found
 
 
-def run(python: str, checkout: str, rows: int, policy: str) -> dict[str, float]:
-    command = [python, str(Path(__file__).resolve()), "--one", str(rows), "--policy", policy]
+def run(python: str, checkout: str, rows: int, policy: str, tenants: int = 0) -> dict[str, float]:
+    command = [python, str(Path(__file__).resolve()), "--one", str(rows), "--policy", policy, "--tenants", str(tenants)]
     environment = {**os.environ, "PYTHONPATH": checkout}
     done = subprocess.run(command, cwd=checkout, env=environment, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout)
@@ -204,21 +222,24 @@ def main() -> None:
     parser.add_argument("--rows", default="10000,100000,1000000", help="numbers of rows, with commas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--base", metavar="PYTHON=CHECKOUT", help="the build to compare with")
+    parser.add_argument("--tenants", type=int, default=0, help="how many tenants share the rows")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(measure(arguments.one, arguments.policy)))
+        print(json.dumps(measure(arguments.one, arguments.policy, arguments.tenants)))
         return
     own = sys.executable, str(Path(__file__).resolve().parents[2])
-    sides = [own]
+    sides = [(*own, arguments.tenants)]
     if arguments.base:
         python, _, checkout = arguments.base.partition("=")
-        sides.insert(0, (python, checkout))
+        sides.insert(0, (python, checkout, 0))
+    elif arguments.tenants:
+        sides.insert(0, (*own, 0))
     for rows in map(int, arguments.rows.split(",")):
         samples: list[list[dict[str, float]]] = [[] for _ in sides]
         for _ in range(arguments.rounds):
             for side, side_samples in zip(sides, samples, strict=True):
-                side_samples.append(run(*side, rows, arguments.policy))
+                side_samples.append(run(*side[:2], rows, arguments.policy, side[2]))
         print(f"{rows:,} rows, {arguments.policy}, {arguments.rounds} rounds")
         for name, label in UNITS.items():
             of_sides = [[sample[name] for sample in side_samples] for side_samples in samples]

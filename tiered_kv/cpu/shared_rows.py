@@ -57,11 +57,12 @@ class SharedRows(PrimaryRows):
         super().release(rows)
 
     def measure(self) -> Iterator[tuple[str, list[Family]]]:
-        tenants, block_bytes = self.shares.tenants, self.backend.block_size
+        shares, block_bytes = self.shares, self.backend.block_size
+        found, named = shares.tenants, dict.fromkeys(shares.limits, 0)  # those without a request yet have 0
         values = {
-            "tenant_used_bytes": {each.name: each.held * block_bytes for each in tenants},
-            "tenant_share_bytes": {each.name: int(each.share * block_bytes) for each in tenants},
-            "tenant_evicted_blocks_total": {each.name: each.evicted_blocks for each in tenants},
+            "tenant_used_bytes": named | {each.name: each.held * block_bytes for each in found},
+            "tenant_share_bytes": {name: shares.share_bytes(name) for name in named | {each.name: 0 for each in found}},
+            "tenant_evicted_blocks_total": named | {each.name: each.evicted_blocks for each in found},
         }
         yield PRIMARY_NAME, [by_label(TENANTS[name], by_tenant) for name, by_tenant in values.items()]
 

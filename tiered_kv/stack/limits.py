@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
-from tiered_kv.config.limits import DEFAULT_TENANT, LIMITS_MAX, Limits, limit_bytes
+from tiered_kv.config.limits import DEFAULT_TENANT, LIMITS_MAX, Limits
 from tiered_kv.cpu.policies.shares import FairShares
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.cpu.shared_rows import SharedRows
@@ -81,16 +81,15 @@ def limits_report(rows: PrimaryRows) -> dict[str, Any]:  # Any: JSON
         ConfigError: The stack has no shares.
     """
     shares, block_bytes = _shares(rows), rows.backend.block_size
-    capacity_bytes = rows.backend.num_blocks * block_bytes
     limits, changed = shares.limits, shares.changed
     found = {tenant.name: tenant for tenant in shares.tenants}
     return {
-        "capacity_bytes": capacity_bytes,
+        "capacity_bytes": rows.backend.num_blocks * block_bytes,
         "tenants": {
             name: {
-                "limit": (limit := limits.get(name, limits[DEFAULT_TENANT])),
+                "limit": limits.get(name, limits[DEFAULT_TENANT]),
                 "is_changed": name in changed,
-                "share_bytes": limit_bytes(limit, capacity_bytes),
+                "share_bytes": shares.share_bytes(name),
                 "used_bytes": found[name].held * block_bytes if name in found else 0,
                 "evicted_blocks": found[name].evicted_blocks if name in found else 0,
             }

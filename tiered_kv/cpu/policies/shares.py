@@ -68,8 +68,7 @@ class FairShares(CachePolicy):
         """Those that were changed since; they go before `given`."""
         self.lock = threading.Lock()
         """Held by threads that change limits, never by the manager's."""
-        self._limits = self.limits
-        self._wanted: Mapping[str, str] | None = None  # limits that count from the next eviction on
+        self._wanted = self._limits = self.limits  # the latest limits, and those that count since the last eviction
         self._tenants: dict[str, Tenant] = {}
         self._tenant_of: list[Tenant | None] = unwatched([])  # by row; no tenant leads back to this list
         self._size = 0
@@ -81,21 +80,24 @@ class FairShares(CachePolicy):
         default = self._tenant(DEFAULT_TENANT)
         self.ends_every_step = isinstance(default.policy, CheckedPolicy)
         """Whether `end_step` is called after each step, and not only after those with an eviction."""
-        for name in limits:
-            self._tenant(name)
 
     def __len__(self) -> int:
         return self._size
 
     @property
     def tenants(self) -> list[Tenant]:
-        """All tenants so far. Any thread may call."""
+        """All tenants that have had requests, and `DEFAULT_TENANT`. Any thread may call."""
         return list(self._tenants.values())
 
     @property
     def limits(self) -> Mapping[str, str]:
         """The limits by tenant, with the last changes. Any thread may call."""
         return {DEFAULT_TENANT: WHOLE, **self.given, **self.changed}
+
+    def share_bytes(self, name: str) -> int:
+        """Return the share of a tenant by the last limits, in bytes. Any thread may call."""
+        limits = self._wanted
+        return limit_bytes(limits.get(name, limits[DEFAULT_TENANT]), self.num_blocks * self._block_bytes)
 
     @property
     def failure(self) -> str:
@@ -109,8 +111,8 @@ class FairShares(CachePolicy):
 
     def expect(self, chain: RequestChain, rows: int) -> None:
         """Note that room is made for so many rows of the request of `chain`; `evict` follows."""
-        if self._wanted is not None:
-            self._limits, self._wanted = self._wanted, None
+        if self._wanted is not self._limits:
+            self._limits = self._wanted
             for tenant in self._tenants.values():
                 self._set_share(tenant)
         self._asking, self._incoming = self._tenant_for(chain), rows
