@@ -1,4 +1,4 @@
-"""What a quiet tenant finds beside one that floods the memory at ten times its requests: a line of JSON a policy.
+"""What a quiet tenant finds beside one that floods the memory at ten times its requests: a line of JSON each.
 
     python tests/performance/fair_shares.py --policies lru arc density --blocks 4000 --share 25
 
@@ -42,13 +42,14 @@ def measure(policy: str, blocks: int, share: int, times: int, chats: int, *, is_
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--policies", nargs="+", default=list(BUILT_IN_POLICIES))
+    parser.add_argument("--floods", nargs="+", default=["new", "chats"], choices=["new", "chats"])
     parser.add_argument("--blocks", type=int, default=4000)
     parser.add_argument("--share", type=int, default=25)
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--chats", type=int, default=60)
     arguments: argparse.Namespace = parser.parse_args()
     for policy in arguments.policies:
-        for kind in ("never returns", "chats"):
+        for kind in arguments.floods:  # prompts that never return, or chats
             rates = measure(
                 policy,
                 arguments.blocks,

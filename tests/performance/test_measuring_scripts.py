@@ -39,6 +39,10 @@ SCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     f"record_cost.py {DIRECTORY} --rounds 4": (["thread_us_per_key", "load_on_over_off"], ["unrecorded_requests"]),
     "host_cache.py --requests 20": (["acquire_us", "acquire_alone_us", "scheduler_us", "lookups_us"], []),
     "policy_hits.py --workloads chats --sizes 500 --policies density": (["blocks", "density"], []),
+    "fair_shares.py --policies lru --floods chats --blocks 400 --chats 4 --times 2": (
+        ["alone", "with_limits", "without", "kept", "flooding_with_limits", "flooding_without"],
+        [],
+    ),
     f"nvme_rates.py {DIRECTORY} --blocks 512 --codec aes-256-gcm": ([*DIRECTIONS, "open_s"], []),
     f"nvme_rates.py {DIRECTORY} --blocks 2048 --capacity-blocks 1024": (["full_over_empty"], []),
     f"shared_memory.py {DIRECTORY} --mib 32 --rounds 1 --kinds server workers": (
