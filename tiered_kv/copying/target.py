@@ -95,9 +95,7 @@ class TierTarget:
         payload_bytes = self._row_bytes - HEADER_BYTES  # begins on a page, so that it needs no copy to be written
         self._step = mmap.PAGESIZE + -(-payload_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.job_blocks = max(1, min(JOB_BLOCKS_MAX, JOB_BYTES // self._row_bytes))
-        private = (
-            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )  # shared memory gets huge pages only where the machine is set so
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory gets no huge pages by default
         region = mmap.mmap(-1, _JOBS * self.job_blocks * self._step, flags=private)
         with suppress(OSError):  # a kernel without huge pages
             region.madvise(mmap.MADV_HUGEPAGE)  # a short copy would spend a third of its time on faults of small pages

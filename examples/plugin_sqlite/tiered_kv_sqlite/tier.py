@@ -60,9 +60,7 @@ class SqliteTier(BlockingTier):
         try:
             self._database.executescript(_SETUP)
             self._limit_pages(settings)
-            described = json.dumps(
-                dict(self.tier_spec.namespace), default=str
-            )  # `inspect` shows whose blocks these are
+            described = json.dumps(dict(self.tier_spec.namespace), default=str)  # for `inspect`
             self._database.execute(_DESCRIBE, (self._namespace, described))
         except sqlite3.Error as error:
             self._database.close()

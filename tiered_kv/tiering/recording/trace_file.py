@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import stat
+import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -108,10 +109,11 @@ class TraceFile:
         ids: list[str] = []
         for first in range(0, len(keys), CHUNK_KEYS):
             give_way()
-            ids += map(str, map(self._id_of, keys[first : first + CHUNK_KEYS]))
+            ids += map(str, self._ids_of(keys[first : first + CHUNK_KEYS]))
         more: dict[str, object] = {}
         if request.session:
-            more["session"] = f"{self._id_of(request.session.encode(errors='surrogatepass')):016x}"
+            (session,) = self._ids_of([request.session.encode(errors="surrogatepass")])
+            more["session"] = f"{session:016x}"
         if given := request.hints.given():
             more["hints"] = {name: value for name, value in given.items() if value is not None and value != []}
         at_ms = max(0, round(1000 * (request.began_s - self._start_s)))
@@ -120,10 +122,14 @@ class TraceFile:
         head = f'"input_length":{tokens},"output_length":0'
         return b'%s%d,%s,"hash_ids":[%s]%s}\n' % (_BEGIN, at_ms, head.encode(), ",".join(ids).encode(), end.encode())
 
-    def _id_of(self, name: bytes) -> int:
-        each = self._hash.copy()
-        each.update(name)
-        return int.from_bytes(each.digest(), "little")
+    def _ids_of(self, names: Sequence[bytes]) -> tuple[int, ...]:
+        """Return the salted ids of names. Most of the thread's time goes by here: no call but the hash's own."""
+        digests: list[bytes] = []
+        for name in names:
+            each = self._hash.copy()
+            each.update(name)
+            digests.append(each.digest())
+        return struct.unpack(f"<{len(digests)}Q", b"".join(digests))
 
     def _opened(self) -> int:
         """Return a descriptor of the file, which this process has locked."""
