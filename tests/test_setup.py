@@ -70,6 +70,19 @@ def test_continuous_integration_runs_every_task() -> None:
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+def test_every_place_names_the_same_pythons() -> None:
+    (found,) = re.findall(r"^PYTHONS = \((.*)\)$", TASKS, re.MULTILINE)
+    pythons = sorted(re.findall(r'"3\.(\d+)"', found), key=int)
+    oldest, newest = f"3.{pythons[0]}", f"3.{pythons[-1]}"
+    named = re.findall(r"Python :: 3\.(\d+)$", "\n".join(PYPROJECT["classifiers"]), re.MULTILINE)
+    assert named == pythons
+    assert PYPROJECT["requires-python"] == f">={oldest}"
+    for page in (README, (ROOT / "docs" / "reference" / "versions.md").read_text()):
+        assert f"Python {oldest} to {newest}" in page
+    checks = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text())["jobs"]
+    assert checks["tests"]["strategy"]["matrix"]["python"] == [oldest, newest]
+
+
 def test_the_constraints_pin_all_that_tests_and_docs_ask_for() -> None:
     pins: dict[str, list[str]] = {}
     for line in (ROOT / "tests" / "constraints.txt").read_text().splitlines():
