@@ -28,11 +28,16 @@ Ts = TypeVarTuple("Ts")
 def run_within(coroutine: Coroutine[Any, Any, T], limit_s: float) -> T:
     """Return the coroutine's result, or raise its exception. After `limit_s` cancel it, and raise `TimeoutError`."""
     outer, loop = asyncio._get_running_loop(), _RequestLoop()  # type: ignore[abstract]  # the rest is not called
+    task = None if outer is None else asyncio.current_task(outer)
+    if outer is not None and task is not None:
+        asyncio.tasks._leave_task(outer, task)  # from Python 3.14 on, a thread runs one task, of whichever loop
     asyncio._set_running_loop(loop)
     try:
         return loop.run(coroutine, limit_s)
     finally:
         asyncio._set_running_loop(outer)
+        if outer is not None and task is not None:
+            asyncio.tasks._enter_task(outer, task)
 
 
 class _RequestLoop(asyncio.AbstractEventLoop):

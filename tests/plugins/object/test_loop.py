@@ -115,12 +115,14 @@ def test_it_opens_no_descriptor() -> None:
 
 
 def test_it_runs_within_another_loop_s_thread() -> None:
-    async def outer() -> asyncio.AbstractEventLoop:
-        run_within(answered(0.0, 1), LIMIT_S)
-        return asyncio.get_running_loop()
+    async def outer() -> tuple[asyncio.AbstractEventLoop, bool]:
+        task = asyncio.current_task()
+        assert run_within(answered(0.0, 1), LIMIT_S) == 1
+        await asyncio.sleep(0)
+        return asyncio.get_running_loop(), asyncio.current_task() is task
 
     loop = asyncio.new_event_loop()
     try:
-        assert loop.run_until_complete(outer()) is loop
+        assert loop.run_until_complete(outer()) == (loop, True)
     finally:
         loop.close()
