@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.stacks import manager_of, stack_of
 from tiered_kv.base import make_offload_key
+from tiered_kv.config.files import WarmSettings
 from tiered_kv.cpu.policies import CachePolicy, RequestChain, RowTable
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.stack.warm_list import read_list
@@ -204,3 +205,9 @@ def test_the_source_goes_before_the_path(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "old.yaml").write_text("primary: {}\n")
     with warm_stack(config_of(tmp_path, source=str(tmp_path / "old.yaml"))):
         assert "expected the path of a list" in caplog.text
+
+
+def test_small_blocks_come_at_a_rate_that_leaves_the_manager_its_thread() -> None:
+    assert WarmSettings().rate_of(64 << 10) == 500 * (64 << 10)
+    assert WarmSettings().rate_of(4 << 20) == 256 << 20
+    assert WarmSettings(rate=1 << 30).rate_of(64 << 10) == 1 << 30

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "list, or a stack's file with 'warm' (the list that this server saved at its last end)",
     )
     parser.add_argument(
-        "--warm-rate", metavar="BYTES/s", type=_rate, help="how fast at most; 0 for not at all (256MiB/s)"
+        "--warm-rate", metavar="BYTES/s", type=_rate, help="how fast at most; 0 for not at all (256MiB/s, 500 blocks/s)"
     )
     describe_use(
         parser,

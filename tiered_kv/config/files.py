@@ -15,6 +15,8 @@ from tiered_kv.config.units import Bytes, FilePath
 RECORDING_BYTES: Final = 1 << 30
 RECORDING_BYTES_MIN: Final = 1 << 20
 WARM_RATE: Final = 256 << 20
+WARM_BLOCKS_S: Final = 500
+"""Blocks a second at most without a `rate`: each takes some 50 µs of the manager's thread, whatever its size."""
 
 
 class RecordSettings(StrictModel):
@@ -41,4 +43,12 @@ class WarmSettings(StrictModel):
         description="Where the start reads instead: HOST:PORT or the URL of a running stack's `metrics`, or the path "
         "of a list, or of a stack's file with `warm`.",
     )
-    rate: Bytes = Field(default=WARM_RATE, ge=0, description="Bytes a second at most; 0 to load nothing.")
+    rate: Bytes | None = Field(
+        default=None,
+        ge=0,
+        description="Bytes a second at most, 0 to load nothing; by default 256MiB, and no more than 500 blocks.",
+    )
+
+    def rate_of(self, block_bytes: int) -> int:
+        """Return the bytes a second for blocks of a size."""
+        return min(WARM_RATE, WARM_BLOCKS_S * block_bytes) if self.rate is None else self.rate

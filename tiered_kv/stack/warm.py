@@ -62,7 +62,7 @@ class WarmStart:
 
     def begin(self) -> None:
         """Begin to fill memory, on a thread of its own."""
-        if self._settings.rate:
+        if self._settings.rate != 0:
             with suppress(ResourceError):  # memory begins empty
                 self._thread = start_thread(self._run, "tiered-kv-warm")
 
@@ -115,7 +115,7 @@ class WarmStart:
 
     def _fill(self, keys: Sequence[OffloadKey]) -> None:
         """Load blocks part by part, until memory is full, the cache is reset or the stack closes."""
-        rate, epoch, counts = self._settings.rate, self._manager.primary.epoch, Counter[str]()
+        rate, epoch, counts = self._settings.rate_of(self._block_bytes), self._manager.primary.epoch, Counter[str]()
         least, most = PART_BLOCKS
         part_blocks = max(least, min(most, int(rate * PART_S) // self._block_bytes))
         self._rest = keys
