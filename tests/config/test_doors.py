@@ -17,6 +17,7 @@ REASONS = {
     "cli/bench.py": FOR_PEOPLE,
     "cli/check.py": FOR_PEOPLE,
     "cli/copy.py": FOR_PEOPLE,
+    "cli/drain.py": FOR_PEOPLE,
     "cli/export.py": FOR_PEOPLE,
     "cli/import_file.py": FOR_PEOPLE,
     "cli/inspect.py": FOR_PEOPLE,
