@@ -18,6 +18,7 @@ from tiered_kv.server.attach import Attachment
 from tiered_kv.server.client import AttachedManager
 from tiered_kv.server.protocol import Hello
 from tiered_kv.server.reset_file import ResetFile, ResetNotes, reset_path
+from tiered_kv.server.server import CacheServer
 from tiered_kv.system.permissions import check_file
 from tiered_kv.testing.control import wait_until
 
@@ -206,6 +207,28 @@ def test_what_is_asked_after_a_reset_of_another_process_finds_nothing_from_befor
             assert engine.load(KEYS) == len(KEYS)
             notes.note("")
             assert engine.load(KEYS) == 0
+
+
+def test_a_reset_of_another_process_between_the_wait_for_a_lookup_and_its_answer_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        notes = ResetNotes(f"{tmp_path}/cache.sock", SETTINGS)
+        engine.store(KEYS)
+        read = CacheServer._read
+
+        def note_and_read(self: CacheServer) -> None:
+            monkeypatch.setattr(CacheServer, "_read", read)
+            notes.note("")
+            read(self)
+
+        request = engine.begin()
+        with held(served):
+            engine.manager.lookup_many(KEYS, request)
+            engine.manager.on_schedule_end()
+            monkeypatch.setattr(CacheServer, "_read", note_and_read)
+        assert engine.look_up(KEYS, request) == 0
 
 
 def test_a_reset_while_a_server_makes_the_file_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ In each pass the server's thread makes these calls of a `ServedStack`, in this o
    sends the message.
 2. The messages are read. A message of a reset calls `reset`, which moves `_resets_begun` up to that reset.
 3. `reset_unasked` compares the two counts. If the file had a reset in step 1 whose message did not come in step 2, the
-   reset is carried out now. The message is late, or never comes: the engine has ended, or knew no server.
-4. `step` answers lookups: no answer is from before a reset of step 1. If all begun resets are written, `step` tells the
+   reset is carried out now. The message is late, or never comes: the engine has ended, or knew no server. If the file
+   has a reset that came after step 1, a lookup of step 2 may have been sent after it: the next pass answers.
+4. `step` answers lookups: no answer is from before a reset that came before the lookup was sent. If all begun resets are written, `step` tells the
    file so, once for each change of `_resets_begun` (`_has_noted_resets`).
 
 So the number of written resets in the file is at most `_resets_begun`, and `_resets_begun` is at most the number of

@@ -176,6 +176,8 @@ class ServedStack:
         """Whether the file has been told that all tiers have written the begun resets (`_resets_begun`)."""
         self._resets_seen = self._resets_begun
         """How many resets the file had when `see_resets` was last called."""
+        self.has_waited = False
+        """Whether the last pass left its messages to the next one, because of a reset that came while they were read."""
         if self._resets.asked() != self._resets_begun:  # the last server has not carried out all resets
             self._reset_all()
         self._tiers = {name: number for number, name in enumerate(self.stack.tier_names, 1)}
@@ -267,9 +269,15 @@ class ServedStack:
         self._resets_seen = self._resets.asked()
 
     def reset_unasked(self) -> None:
-        """Carry out the resets that `see_resets` found and no message asked for. The next step finds no older block."""
-        if self._resets_seen != self._resets_begun:
+        """Carry out the resets that `see_resets` found and no message asked for. The next step finds no older block.
+
+        If a reset has come since, a lookup may have been sent after it: then the next pass answers (`has_waited`). If
+        resets come there, too, they are carried out without their messages.
+        """
+        has_waited, self.has_waited = self.has_waited, False
+        if self._resets_seen != self._resets_begun or has_waited:
             self.look_for_resets()
+        self.has_waited = not has_waited and self._resets.asked() != self._resets_begun
 
     def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
         """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
