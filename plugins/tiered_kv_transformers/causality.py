@@ -98,6 +98,19 @@ def _ordinary(first: int, size: int, special: Collection[object]) -> int:
     return next((each % size for each in range(first, first + size) if each % size not in special), first % size)
 
 
+def _cache_argument(model: Any) -> str:
+    """Return the name by which a model takes a cache: `cache` since Transformers 5.24, `past_key_values` before.
+
+    The `forward` of a subclass may name neither, and hand both on.
+    """
+    for each in type(model).__mro__:
+        taken = inspect.signature(each.forward).parameters if "forward" in vars(each) else {}
+        for name in ("cache", "past_key_values"):
+            if name in taken:
+                return name
+    return "past_key_values"
+
+
 def _states(model: Any, layout: CacheLayout, ids: torch.Tensor, types: str | None) -> States:
     """Return the keys and values of all tokens but the last one."""
     import torch
@@ -105,7 +118,7 @@ def _states(model: Any, layout: CacheLayout, ids: torch.Tensor, types: str | Non
 
     taken = inspect.signature(model.forward).parameters
     cache, ones = DynamicCache(config=model.config), torch.ones_like(ids)
-    given = {"cache" if "cache" in taken else "past_key_values": cache}  # the first since Transformers 5.24
+    given = {_cache_argument(model): cache}
     if types is not None:
         given[types] = ones
     if "attention_mask" in taken:
