@@ -10,17 +10,17 @@ the server has gone. The file is never replaced or cut while it has a name.
 
 In each pass the server's thread makes these calls of a `ServedStack`, in this order:
 
-1. `see_resets` notes how many resets the file has (`_resets_seen`). An engine counts its reset in the file before it
-   sends the message.
-2. The messages are read. A message of a reset calls `reset`, which moves `_resets_begun` up to that reset.
-3. `reset_unasked` compares the two counts. If the file had a reset in step 1 whose message did not come in step 2, the
-   reset is carried out now. The message is late, or never comes: the engine has ended, or knew no server. If the file
-   has a reset that came after step 1, a lookup of step 2 may have been sent after it: the next pass answers.
-4. `step` answers lookups: no answer is from before a reset that came before the lookup was sent. If all begun resets are written, `step` tells the
-   file so, once for each change of `_resets_begun` (`_has_noted_resets`).
+1. `see_resets` notes how many resets the file has. An engine counts its reset in the file before it sends the message.
+2. The messages are read. A message of a reset calls `reset`, which moves `begun` up to that reset.
+3. `reset_unasked` compares the counts. If the file had a reset in step 1 whose message did not come in step 2, the reset is
+   carried out now. The message is late, or never comes: the engine has ended, or knew no server. If a reset came after
+   step 1, a lookup of step 2 may have been sent after it: the next pass answers (`has_waited`). In that pass all resets
+   are carried out, with or without their messages, so that resets without end cannot keep the server from answering.
+4. `step` answers lookups: no answer is from before a reset that came before its lookup was sent. If all begun resets
+   are written, `step` tells the file so, once for each change of `begun`.
 
-So the number of written resets in the file is at most `_resets_begun`, and `_resets_begun` is at most the number of
-resets that the file asks for.
+So the number of written resets in the file is at most `begun`, and `begun` is at most the number of resets that the
+file asks for.
 """
 
 from __future__ import annotations
@@ -57,9 +57,17 @@ class ResetFile:
 
     Attributes:
         fd: Descriptor with which clients append; -1 if the file cannot be used. Then a reset ends with its process.
+        begun: How many resets of the file the manager has begun. A tier may still be writing the last of these resets.
+        has_noted: Whether the file has been told that all tiers have written the begun resets.
+        has_waited: Whether a pass has left its messages to the next one, since a reset came while it read them.
     """
 
     def __init__(self, socket_path: Path | None, namespace: str) -> None:
+        self._find(socket_path, namespace)
+        self.begun = self._seen = self.written
+        self.has_noted, self.has_waited = True, False
+
+    def _find(self, socket_path: Path | None, namespace: str) -> None:
         self.fd = self._own_fd = -1
         self._asked = 0
         self._is_unknown = False  # whether a file exists that cannot be used
@@ -106,6 +114,42 @@ class ResetFile:
             with suppress(OSError):  # the file system has gone: the last number holds
                 self._asked = max(0, os.fstat(self._own_fd).st_size - _WRITTEN.size)
         return self._asked
+
+    @property
+    def are_all_begun(self) -> bool:
+        return self.asked() == self.begun
+
+    def see(self) -> None:
+        """Note how many resets were asked for, before messages are read."""
+        self._seen = self.asked()
+
+    def is_one_left(self) -> bool:
+        """Return, after messages were read, whether a reset has to be carried out without its message."""
+        has_waited, self.has_waited = self.has_waited, False
+        if has_waited or self._seen != self.begun:
+            return not self.are_all_begun
+        self.has_waited = not self.are_all_begun
+        return False
+
+    def begin(self, number: int) -> None:
+        """Note that the manager begins a reset: of all that were asked for, or those up to `number` if it is not 0.
+
+        A message carries out the file's resets up to the message's own reset, and no later reset. An engine that has
+        sent two messages counts two epochs. If one epoch served both messages, the engine's next requests would have an
+        epoch that is unknown here, and would store nothing.
+        """
+        asked = self.asked()
+        self.begun, self.has_noted = min(number or asked, asked), False
+
+    @property
+    def is_unnoted(self) -> bool:
+        """Whether the file is to be told of begun resets, once the tiers have written them."""
+        return not self.has_noted and self._seen == self.begun
+
+    def note_begun(self) -> None:
+        """Note that the tiers have written all begun resets."""
+        self.has_noted = True
+        self.note_written(self.begun)
 
     @property
     def written(self) -> int:

@@ -170,15 +170,7 @@ class ServedStack:
         self._seen_ready_rows = 0
         """The number of ready rows at the last step."""
         self._resets = ResetFile(socket_path, config.identity.digest.hex())
-        self._resets_begun = self._resets.written
-        """How many resets of the file the manager has begun. A tier may still be writing the last of these resets."""
-        self._has_noted_resets = True
-        """Whether the file has been told that all tiers have written the begun resets (`_resets_begun`)."""
-        self._resets_seen = self._resets_begun
-        """How many resets the file had when `see_resets` was last called."""
-        self.has_waited = False
-        """Whether the last pass left its messages to the next one, because of a reset that came while they were read."""
-        if self._resets.asked() != self._resets_begun:  # the last server has not carried out all resets
+        if not self._resets.are_all_begun:  # the last server has not carried out all resets
             self._reset_all()
         self._tiers = {name: number for number, name in enumerate(self.stack.tier_names, 1)}
 
@@ -265,30 +257,29 @@ class ServedStack:
         )
 
     def see_resets(self) -> None:
-        """Note how many resets the file has, before messages are read. `reset_unasked` compares the number later."""
-        self._resets_seen = self._resets.asked()
+        """Note how many resets the file has, before messages are read."""
+        self._resets.see()
 
     def reset_unasked(self) -> None:
-        """Carry out the resets that `see_resets` found and no message asked for. The next step finds no older block.
+        """Carry out resets whose messages have not come, after messages were read."""
+        if self._resets.is_one_left():
+            self.reset(None)
 
-        If a reset has come since, a lookup may have been sent after it: then the next pass answers (`has_waited`). If
-        resets come there, too, they are carried out without their messages.
-        """
-        has_waited, self.has_waited = self.has_waited, False
-        if self._resets_seen != self._resets_begun or has_waited:
-            self.look_for_resets()
-        self.has_waited = not has_waited and self._resets.asked() != self._resets_begun
+    @property
+    def is_behind(self) -> bool:
+        """Whether the next pass has something to do at once."""
+        return bool(self.ended) or self._resets.has_waited
 
     def step(self, on_error: Callable[[HostSession, Exception], None]) -> None:
         """Answer requests, and end a step of the manager; `on_error` is called with a session that fails."""
+        if self._resets.has_waited:  # a lookup may have been sent after a reset that is not carried out yet
+            return
         self._steps += 1
         if self._seen_ready_rows != self.region.ready_rows:
             self._seen_ready_rows = self.region.ready_rows
             self.manager.limit_promotions(self._seen_ready_rows)
-        has_all = self._resets_seen == self._resets_begun
-        if not self._has_noted_resets and has_all and self.manager.has_saved_reset:
-            self._has_noted_resets = True
-            self._resets.note_written(self._resets_begun)
+        if self._resets.is_unnoted and self.manager.has_saved_reset:
+            self._resets.note_begun()
         sessions = [*(self.waiting | self.changed)]
         self.changed.clear()
         first = self._steps % max(1, len(sessions))
@@ -332,7 +323,7 @@ class ServedStack:
 
     def look_for_resets(self) -> None:
         """Carry out the resets that only the file asks for: the process that reset has ended, or knew no server."""
-        if self._resets.asked() != self._resets_begun:
+        if not self._resets.are_all_begun:
             self.reset(None)
 
     def reset(self, by: HostSession | None, number: int = 0) -> None:
@@ -343,7 +334,7 @@ class ServedStack:
             number: The place of the reset in the file; 0 if the reset is not in the file. If the reset has been carried
                 out, only `by` is told.
         """
-        if by is not None and 0 < number <= self._resets_begun:
+        if by is not None and 0 < number <= self._resets.begun:
             by.send(protocol.EPOCH, self.epoch, True)
             return
         if by is not None and not number:
@@ -356,11 +347,7 @@ class ServedStack:
                 session.send(protocol.EPOCH, self.epoch, session is by)
 
     def _reset_all(self, number: int = 0) -> None:
-        asked = self._resets.asked()
-        # A message carries out the file's resets up to the message's own reset, and no later reset. An engine that has
-        # sent two messages counts two epochs. If one epoch served both messages, the engine's next requests would have
-        # an epoch that is unknown here, and would store nothing.
-        self._resets_begun, self._has_noted_resets = min(number or asked, asked), False
+        self._resets.begin(number)
         self.manager.reset_cache()
 
     def free(self, rows: Collection[int]) -> None:
@@ -395,8 +382,8 @@ class ServedStack:
         self.ended.sweep_all()
         self.region.stop_allocating()
         self.stack.close(timeout)
-        if not self._has_noted_resets and self.manager.has_saved_reset:
-            self._resets.note_written(self._resets_begun)
+        if not self._resets.has_noted and self.manager.has_saved_reset:
+            self._resets.note_begun()
         self._resets.close()
         self.generations.close()
 

@@ -107,8 +107,7 @@ class CacheServer:
 
     def serve_once(self, timeout_s: float) -> None:
         """Wait for messages, `timeout_s` at most, and answer them: one pass of `serve`."""
-        is_behind = self._unread or self._processes.are_leaving
-        is_behind = is_behind or any(host.ended or host.has_waited for host in self._namespaces.stacks)
+        is_behind = self._unread or self._processes.are_leaving or any(host.is_behind for host in self._namespaces.stacks)
         found = self._selector.select(0 if is_behind else timeout_s)
         for host in self._namespaces.stacks:
             host.see_resets()
@@ -118,8 +117,6 @@ class CacheServer:
         self._processes.let_leave(LEAVE_S)
         for host in self._namespaces.stacks:
             self._trying(host.reset_unasked)  # a mistake there ends no engine's connection
-            if host.has_waited:
-                continue
             try:
                 host.step(self._session_failed)
             except Exception as error:
