@@ -68,6 +68,7 @@ def test_an_unknown_tier_and_a_wrong_address_are_errors(
     assert main([verb, address(stack), "other"]) == 2
     assert "there is no tier 'other'" in capsys.readouterr().err
     assert main([verb, "127.0.0.1:1", "disk"]) == 2
+    assert "127.0.0.1:1" in capsys.readouterr().err
 
 
 def test_only_who_has_the_token_may_ask(

@@ -120,6 +120,25 @@ def test_the_hottest_that_fit_come_and_the_coldest_leave_first(tmp_path: Path) -
         assert in_memory(stack) == {*HASHES[:8], *HASHES[24:]}
 
 
+def test_a_list_whose_tier_is_away_at_the_start_is_there_for_the_next_one(tmp_path: Path) -> None:
+    with open_stack(config_of(tmp_path)) as stack:
+        put(stack, HASHES)
+    listed = (tmp_path / "list").read_bytes()
+    (tmp_path / "kv").rename(tmp_path / "away")
+    (tmp_path / "kv").write_text("no directory")
+    away = config_of(tmp_path)
+    away["secondary"][0]["required"] = False  # type: ignore[index]
+    with warm_stack(away) as stack:
+        assert in_memory(stack) == set()
+    with warm_stack(config_of(tmp_path, rate=0) | {"secondary": []}) as stack:  # nothing to load, and nothing to list
+        assert in_memory(stack) == set()
+    assert (tmp_path / "list").read_bytes() == listed
+    (tmp_path / "kv").unlink()
+    (tmp_path / "away").rename(tmp_path / "kv")
+    with warm_stack(config_of(tmp_path)) as stack:
+        assert in_memory(stack) == set(HASHES)
+
+
 def test_a_warm_start_evicts_nothing(tmp_path: Path) -> None:
     with open_stack(config_of(tmp_path)) as stack:
         put(stack, HASHES)

@@ -15,7 +15,7 @@ from typing import Final
 from tiered_kv.cli.arguments import describe_use, seconds
 from tiered_kv.cli.ask import TierStatus, fetch, read_status, token_of, url_of
 from tiered_kv.cli.output import Status, print_json, print_text
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, TierUnavailableError
 
 TOKEN: Final = "TIERED_KV_TOKEN"
 _POLL_S: Final = 0.1
@@ -50,10 +50,13 @@ def run(args: argparse.Namespace) -> Status:
     url, verb = url_of(args.address), args.verb
     token = os.environ.get(TOKEN)
     headers = {"Authorization": f"Bearer {token}"} if token else token_of(args.address)
-    if verb == "attach" and _tier(url, args).removal == "draining":
-        raise ConfigError(f"{args.tier} still drains: wait until 'tiered-kv drain' says that it is out")
     asked = json.dumps({"tier": args.tier, "namespace": args.namespace}).encode()
-    fetch(url, f"/{verb}", headers=headers, body=asked)
+    try:
+        if verb == "attach" and _tier(url, args).removal == "draining":
+            raise ConfigError(f"{args.tier} still drains: wait until 'tiered-kv drain' says that it is out")
+        fetch(url, f"/{verb}", headers=headers, body=asked)
+    except TierUnavailableError as error:
+        raise TierUnavailableError(f"{url}: {error}") from error
     wanted = "drained" if verb == "drain" else ""
     end_s = time.monotonic() + args.wait
     while not (is_done := (tier := _tier(url, args)).removal == wanted) and time.monotonic() < end_s:
@@ -63,7 +66,9 @@ def run(args: argparse.Namespace) -> Status:
     elif is_done:
         print_text(f"{args.tier} is {'out: its files are closed' if verb == 'drain' else 'in use'}")
     else:
-        print_text(f"{args.tier} is still {tier.removal or 'in use'} after {args.wait:g} s; 'tiered-kv top' shows more")
+        print_text(
+            f"{args.tier} is still {tier.removal or 'in use'} after {args.wait:g} s; the log of its process says why"
+        )
     return Status.OK if is_done else Status.FOUND
 
 

@@ -75,6 +75,8 @@ class WarmStart:
         if self._settings.path is None:
             return
         keys = list(dict.fromkeys([*hottest_keys(self._manager.primary, self._keys_max), *self._rest]))
+        if not keys:  # an older list is better than none
+            return
         try:
             count = write_list(Path(self._settings.path), self._digest, self._block_bytes, keys[: self._keys_max])
             _log.info("the list of the %d hottest blocks is in %s", count, self._settings.path)
@@ -140,7 +142,10 @@ class WarmStart:
             loaded_s = order.counts()["in_memory"] * self._block_bytes / rate
             if self._stopped.wait(max(0.0, loaded_s - (time.monotonic() - began_s))):
                 return
-        self._rest = ()
+        is_in_vain = (
+            not counts["in_memory"] + counts["used"] + counts["refused"] and self._manager.primary.epoch == epoch
+        )
+        self._rest = keys if is_in_vain else ()  # the tiers may be back when the next stack begins
         self._note(len(keys), counts)
 
     def _note(self, listed: int, counts: Counter[str]) -> None:
@@ -153,7 +158,9 @@ class WarmStart:
         if counts["refused"]:
             said += "; memory is full"
         if absent and not counts["in_memory"] + counts["used"]:
-            said += "; the tiers of this stack share none with the other one: `tiered-kv copy` moves stored blocks"
+            said += (
+                ": the tiers are not in use yet, or share none with the other stack; then `tiered-kv copy` moves them"
+            )
         _log.info("%s", said)
 
 

@@ -129,6 +129,7 @@ def test_another_namespace_or_block_size_is_refused(stack: Stack) -> None:
         b'{"keys": [""], "next": null, "namespace": "", "block_bytes": 1}',
         b'{"keys": [], "next": true, "namespace": "", "block_bytes": 1}',
         b'{"keys": [], "next": 0, "namespace": "", "block_bytes": 1}',
+        b'{"keys": [], "next": 9, "namespace": "", "block_bytes": 1}',
     ],
 )
 def test_an_answer_that_is_no_page_is_an_error(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

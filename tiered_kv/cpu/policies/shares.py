@@ -203,12 +203,18 @@ class FairShares(CachePolicy):
         The rows that are asked for count for their tenant: else each store would take from others what is just its
         share. Rows that engines have been granted in advance belong to no tenant, and make all shares smaller.
         """
-        used = {tenant: tenant.held for tenant in self._tenants.values() if tenant.held}
-        if self._asking is not None and self._incoming:
-            used[self._asking] = self._asking.held + self._incoming
-        part = max(sum(used.values()) - count, 0) / self.num_blocks
-        shares = {tenant: tenant.share * part for tenant in used}
-        over = {tenant: used[tenant] / max(shares[tenant], 0.5) for tenant in used if used[tenant] > shares[tenant]}
+        asking = self._asking if self._incoming else None
+        total = sum([tenant.held for tenant in self._tenants.values()]) + (self._incoming if asking else 0)
+        part = max(total - count, 0) / self.num_blocks
+        used: dict[Tenant, int] = {}
+        shares: dict[Tenant, float] = {}
+        over: dict[Tenant, float] = {}
+        for tenant in self._tenants.values():
+            held, share = tenant.held, tenant.share * part
+            if tenant is asking:
+                held += self._incoming
+            if held > share:
+                used[tenant], shares[tenant], over[tenant] = held, share, held / max(share, 0.5)
         least = max(1, count // _ROUNDS_MAX)
         while count and over:
             tenant = max(over, key=over.__getitem__)
@@ -233,27 +239,34 @@ class FairShares(CachePolicy):
         self, count: int, step: int, spare: RequestChain | None, taken: list[tuple[Tenant, list[int]]]
     ) -> int:
         """Evict up to `count` rows of any tenants, and return how many are missing."""
-        able = {tenant: None for tenant in self._tenants.values() if len(tenant.policy)}
+        unable: set[Tenant] = set()
         most = max(8, count // 8)
-        while count and able:
-            tenant = next(iter(able)) if len(able) == 1 else self._least_recent(able)
-            rows = self._take(tenant, count if len(able) == 1 else min(count, most), step, spare)
+        while count and (tenant := self._least_recent(unable)) is not None:
+            rows = self._take(tenant, min(count, most), step, spare)
             if not rows:
-                del able[tenant]
+                unable.add(tenant)
                 continue
             taken.append((tenant, rows))
             count -= len(rows)
         return count
 
-    def _least_recent(self, able: Mapping[Tenant, None]) -> Tenant:
-        """Return the tenant of the least recently used of some evictable rows, which are drawn at random."""
+    def _least_recent(self, unable: Collection[Tenant]) -> Tenant | None:
+        """Return the tenant of the least recently used of some evictable rows, which are drawn at random.
+
+        Clients make up names of tenants: only where no drawn row may go does it look at all of them.
+        """
         tenant_of, table = self._tenant_of, self.table
         found, least = None, math.inf
         for row in self._chance.choices(range(len(tenant_of)), k=_SAMPLES):
             tenant, chain = tenant_of[row], table.chain[row]
-            if tenant in able and chain is not None and not table.ref_cnt[row] and chain.last_use < least:
+            if tenant is None or tenant in unable or chain is None or table.ref_cnt[row]:
+                continue
+            if chain.last_use < least:
                 found, least = tenant, chain.last_use
-        return found or max(able, key=lambda each: len(each.policy))
+        if found is not None:
+            return found
+        able = [each for each in self._tenants.values() if each not in unable and len(each.policy)]
+        return max(able, key=lambda each: len(each.policy), default=None)
 
     def _take(self, tenant: Tenant, count: int, step: int, spare: RequestChain | None) -> list[int]:
         """Evict `count` rows of one tenant, or as many of them as it can give."""

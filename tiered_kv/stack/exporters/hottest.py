@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.hottest import hottest_keys
-from tiered_kv.errors import ConfigError, FormatError
+from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
 from tiered_kv.stack.exporters.client import fetch
 from tiered_kv.stack.exporters.status import Observed
 
@@ -25,6 +25,7 @@ KEYS_MAX: Final = 1 << 20
 LIST_S: Final = 10.0
 """How old a list may be when its first page is asked for: then it serves several callers."""
 _KEEP_S: Final = 60.0  # how long the other pages of a list are there
+_ASK_S: Final = 60.0  # how long another stack may take for all pages
 _NUMBER_DIGITS_MAX: Final = 9
 
 
@@ -79,12 +80,19 @@ def ask_hottest(url: str, digest: str, block_bytes: int, token: str | None, keys
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     keys: dict[OffloadKey, None] = {}
     first: int | None = 0
+    end_s = time.monotonic() + _ASK_S
     while first is not None and len(keys) < keys_max:
-        page = _page(fetch(url, f"{PATH}?namespace={digest}&first={first}", headers=headers))
+        if time.monotonic() > end_s:
+            raise TierUnavailableError(f"{url} has not sent its list in {_ASK_S:.0f} s", operation="warm start")
+        try:
+            page = _page(fetch(url, f"{PATH}?namespace={digest}&first={first}", headers=headers))
+        except TierUnavailableError as error:
+            raise TierUnavailableError(f"{url}: {error}", operation="warm start") from error
         if page["namespace"] != digest or page["block_bytes"] != block_bytes:
             raise FormatError(f"{url} has another namespace", operation="warm start")
+        known = len(keys)
         keys.update(dict.fromkeys(page["keys"]))
-        if page["next"] is not None and page["next"] <= first:
+        if page["next"] is not None and (page["next"] <= first or len(keys) == known):
             raise FormatError(f"{url} answers with the same page again", operation="warm start")
         first = page["next"]
     return list(keys)[:keys_max]
