@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.model_facts import FACTS, PAGE, with_table, write_model
@@ -206,6 +206,8 @@ def test_no_value_of_a_setting_is_another_error(name: str, value: object, folder
 # Plans.
 
 
+@example(heads=8, layers=42, users=421, blocks=1, memory=None, disk_rate=None, hit_rate=0.0)
+@example(heads=64, layers=127, users=3504, blocks=1, memory=None, disk_rate=None, hit_rate=0.0)
 @given(
     heads=st.sampled_from([1, 8, 64]),
     layers=st.integers(1, 128),

@@ -23,9 +23,10 @@ _DISK_SHARE: Final = 0.9
 """The share of a disk's capacity that holds blocks; the rest is for segments that are free, or being written."""
 _HEADER_BYTES: Final = 4096
 """The most that a tier stores for a block beside its bytes."""
-_DISK_BLOCKS: Final = 32
+_DISK_BLOCKS: Final = 160
 _DISK_BYTES: Final = 32 << 20
-"""Room for those segments in a small directory: this many blocks and bytes."""
+"""Room for those segments in a small directory: this many blocks and bytes. A segment may lack room for its last block,
+and a small directory has 64 of them."""
 _GIB: Final = 1 << 30
 _MIB: Final = 1 << 20
 
