@@ -107,7 +107,8 @@ class CacheServer:
 
     def serve_once(self, timeout_s: float) -> None:
         """Wait for messages, `timeout_s` at most, and answer them: one pass of `serve`."""
-        is_behind = self._unread or self._processes.are_leaving or any(host.is_behind for host in self._namespaces.stacks)
+        is_behind = any(host.is_behind for host in self._namespaces.stacks)
+        is_behind = is_behind or bool(self._unread) or self._processes.are_leaving
         found = self._selector.select(0 if is_behind else timeout_s)
         for host in self._namespaces.stacks:
             host.see_resets()
