@@ -13,9 +13,10 @@ In each pass the server's thread makes these calls of a `ServedStack`, in this o
 1. `see_resets` notes how many resets the file has. An engine counts its reset in the file before it sends the message.
 2. The messages are read. A message of a reset calls `reset`, which moves `begun` up to that reset.
 3. `reset_unasked` compares the counts. If the file had a reset in step 1 whose message did not come in step 2, the
-   reset is carried out now. The message is late, or never comes: the engine has ended, or knew no server. If a reset came after
-   step 1, a lookup of step 2 may have been sent after it: the next pass answers (`has_waited`). In that pass all resets
-   are carried out, with or without their messages, so that resets without end cannot keep the server from answering.
+   reset is carried out now. The message is late, or never comes: the engine has ended, or knew no server. If a reset
+   came after step 1, a lookup of step 2 may have been sent after it: the next pass answers (`has_waited`). In that pass
+   all resets are carried out, with or without their messages, so that resets without end cannot keep the server from
+   answering.
 4. `step` answers lookups: no answer is from before a reset that came before its lookup was sent. If all begun resets
    are written, `step` tells the file so, once for each change of `begun`.
 
