@@ -104,7 +104,8 @@ def _cache_argument(model: Any) -> str:
     The `forward` of a subclass may name neither, and hand both on.
     """
     for each in type(model).__mro__:
-        taken = inspect.signature(each.forward).parameters if "forward" in vars(each) else {}
+        forward = vars(each).get("forward")
+        taken = {} if forward is None else inspect.signature(forward).parameters
         for name in ("cache", "past_key_values"):
             if name in taken:
                 return name
