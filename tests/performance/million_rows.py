@@ -25,7 +25,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tiered_kv.base import OffloadKey, ReqContext
+    from tiered_kv.cpu.backend import CPUBackend
 
 REQUEST_KEYS = 512
 BLOCK_BYTES = 512
@@ -60,152 +64,155 @@ def memory_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(rows: int, policy: str, tenants: int = 0) -> dict[str, float]:
-    """Return what one tier of `rows` rows takes: memory and times by the names in `UNITS`."""
-    from tiered_kv.base import OffloadKey, ReqContext
-    from tiered_kv.cpu.backend import CPUBackend
-    from tiered_kv.cpu.region import PrimaryRegion
-    from tiered_kv.tiering.manager import TieringOffloadingManager
+class Tier:
+    """One tier of `rows` rows, without memory, and what is measured of it. An older build runs it, too."""
 
-    try:
-        primary_class: Any = importlib.import_module("tiered_kv.cpu.rows").PrimaryRows
-    except ImportError:  # an older build has another one
-        primary_class = importlib.import_module("tiered_kv.cpu.manager").CPUOffloadingManager
+    def __init__(self, rows: int, policy: str, tenants: int) -> None:
+        from tiered_kv.cpu.backend import CPUBackend
+        from tiered_kv.cpu.region import PrimaryRegion
+        from tiered_kv.tiering.manager import TieringOffloadingManager
 
-    class NoMemory(PrimaryRegion):
-        def __init__(self) -> None:
-            self.num_blocks, self.block_bytes = rows, BLOCK_BYTES
+        class NoMemory(PrimaryRegion):
+            def __init__(self) -> None:
+                self.num_blocks, self.block_bytes = rows, BLOCK_BYTES
 
-        def close(self) -> bool:
-            return True
+            def close(self) -> bool:
+                return True
 
-        def unlink(self) -> None:
-            pass
+            def unlink(self) -> None:
+                pass
 
-    found: dict[str, float] = {}
-    primary: Any = primary_class
-    if tenants:
-        from tiered_kv.cpu.shared_rows import SharedRows
+        self._rows, self._tenants = rows, tenants
+        self._numbers = itertools.count()
+        self._next_key = 0
+        self.found: dict[str, float] = {}
+        self.manager = TieringOffloadingManager(_primary(CPUBackend(NoMemory()), policy, tenants))
 
-        limits = {"default": f"{100 / tenants:.6f}%"}
+    def fill(self) -> None:
+        gc.collect()
+        before = memory_bytes()
+        for _ in range(self._rows // REQUEST_KEYS):
+            self.store()
+        for _ in range(min(2 * self._rows // REQUEST_KEYS, 6000)):  # as in a process that has run for some time
+            self.store()
+        gc.collect()
+        self.found["memory_b"] = (memory_bytes() - before) / self._rows
+        self.found["collection_ms"] = _median_s(gc.collect, 5) * 1e3
 
-        def primary(backend: CPUBackend, policy: str) -> SharedRows:
-            return SharedRows(backend, policy, limits)
-
-    manager = TieringOffloadingManager(primary(CPUBackend(NoMemory()), policy))
-    numbers = itertools.count()
-
-    def begin() -> ReqContext:
-        number = next(numbers)
-        params = {"tiered_kv": {"tenant": f"tenant-{number % tenants}"}} if tenants else None
-        return ReqContext(str(number), params)
-
-    first_of = 0
-
-    def keys_of(first: int, count: int = REQUEST_KEYS) -> list[OffloadKey]:
-        return [OffloadKey(key(number)) for number in range(first, first + count)]
-
-    def store(first: int, count: int = REQUEST_KEYS) -> float:
-        keys = keys_of(first, count)
-        context = begin()
-        manager.on_new_request(context)
+    def store(self) -> float:
+        """Store the blocks of a new request; return the seconds of both calls."""
+        keys, context = self._new_keys(), self._begin()
         begin_s = _now_s()
-        output = manager.prepare_store(keys, context)
+        output = self.manager.prepare_store(keys, context)
         assert output is not None
-        assert len(output.keys_to_store) == count
-        manager.complete_store(keys, context)
+        assert len(output.keys_to_store) == len(keys)
+        self.manager.complete_store(keys, context)
         taken_s = _now_s() - begin_s
-        manager.on_request_finished(context)
-        manager.on_schedule_end()
+        self.manager.on_request_finished(context)
+        self.manager.on_schedule_end()
         return taken_s
 
-    def median_of(act: Callable[[], None], times: int) -> float:
-        taken = []
-        for _ in range(times):
-            begin_s = _now_s()
-            act()
-            taken.append(_now_s() - begin_s)
-        return statistics.median(taken)
+    def measure_stores(self) -> None:
+        taken = sorted(self.store() for _ in range(STORES))
+        self.found["store_p50_ms"] = taken[STORES // 2] * 1e3
+        self.found["store_p99_ms"] = taken[int(STORES * 0.99)] * 1e3
+        self.found["store_max_ms"] = taken[-1] * 1e3
 
-    gc.collect()
-    before = memory_bytes()
-    for first in range(0, rows - REQUEST_KEYS + 1, REQUEST_KEYS):
-        store(first)
-    first_of = rows // REQUEST_KEYS * REQUEST_KEYS
-    for _ in range(min(2 * rows // REQUEST_KEYS, 6000)):  # as in a process that has run for some time
-        store(first_of)
-        first_of += REQUEST_KEYS
-    gc.collect()
-    found["memory_b"] = (memory_bytes() - before) / rows
-    collections: list[float] = []
-    for _ in range(5):
-        begin_s = _now_s()
+    def measure_calls(self) -> None:
+        """Measure lookups, loads, idle steps and ends of requests, without the garbage collector."""
+        context = self._begin()
+        span = max(1, (self._rows // REQUEST_KEYS - 2) * 7 // 8)
+        resident = self._next_key - self._rows // REQUEST_KEYS * REQUEST_KEYS
+        prompts = [_keys_of(resident + (2 + index * 37 % span) * REQUEST_KEYS) for index in range(40)]
+        absent = [_keys_of(10**9 + index * REQUEST_KEYS) for index in range(40)]
+
+        def load() -> None:
+            self.manager.prepare_load(prompts[0], context)
+            self.manager.complete_load(prompts[0], context)
+
         gc.collect()
-        collections.append(_now_s() - begin_s)
-    found["collection_ms"] = statistics.median(collections) * 1e3
+        gc.disable()
+        self.found["hit_ns"] = statistics.median(self._lookup_ns(keys, context, True) for keys in prompts)
+        self.found["hot_hit_ns"] = min(self._lookup_ns(prompts[0], context, True) for _ in range(40))
+        self.found["miss_ns"] = statistics.median(self._lookup_ns(keys, context, False) for keys in absent)
+        self.found["load_us"] = _median_s(load, 40) * 1e6
+        self.found["step_us"] = _median_s(self.manager.on_schedule_end, 2000) * 1e6
+        self.found["end_us"] = statistics.median(self._end_s() for _ in range(40)) * 1e6
+        gc.enable()
 
-    stores = []
-    for _ in range(STORES):
-        stores.append(store(first_of))
-        first_of += REQUEST_KEYS
-    stores.sort()
-    found["store_p50_ms"] = stores[STORES // 2] * 1e3
-    found["store_p99_ms"] = stores[int(STORES * 0.99)] * 1e3
-    found["store_max_ms"] = stores[-1] * 1e3
+    def measure_reset(self) -> None:
+        self.found["reset_ms"] = _median_s(self.manager.reset_cache, 1) * 1e3
+        steps = self._rows // 512 + 2
+        self.found["reset_step_ms"] = max(_median_s(self.manager.on_schedule_end, 1) for _ in range(steps)) * 1e3
 
-    context = ReqContext("lookups")
-    manager.on_new_request(context)
-    lookup = manager.lookup
-    gc.collect()
-    gc.disable()
+    def _new_keys(self) -> list[OffloadKey]:
+        first = self._next_key
+        self._next_key += REQUEST_KEYS
+        return _keys_of(first)
 
-    def rate_ns(keys: list[OffloadKey], expected: bool) -> float:
+    def _begin(self) -> ReqContext:
+        from tiered_kv.base import ReqContext
+
+        number = next(self._numbers)
+        params = {"tiered_kv": {"tenant": f"tenant-{number % self._tenants}"}} if self._tenants else None
+        context = ReqContext(str(number), params)
+        self.manager.on_new_request(context)
+        return context
+
+    def _lookup_ns(self, keys: list[OffloadKey], context: ReqContext, expected: bool) -> float:
+        lookup = self.manager.lookup
         begin_s = _now_s()
         for each in keys:
             if lookup(each, context) is not expected:
                 raise AssertionError(f"a lookup was not {expected}")
         return (_now_s() - begin_s) / len(keys) * 1e9
 
-    resident = first_of - rows // REQUEST_KEYS * REQUEST_KEYS
-    span = max(1, (rows // REQUEST_KEYS - 2) * 7 // 8)
-    starts = [resident + (2 + index * 37 % span) * REQUEST_KEYS for index in range(40)]
-    prompts = [keys_of(start) for start in starts]
-    absent = [keys_of(10**9 + index * REQUEST_KEYS) for index in range(40)]
-    found["hit_ns"] = statistics.median(rate_ns(keys, True) for keys in prompts)
-    found["hot_hit_ns"] = min(rate_ns(prompts[0], True) for _ in range(40))
-    found["miss_ns"] = statistics.median(rate_ns(keys, False) for keys in absent)
-
-    def load() -> None:
-        manager.prepare_load(prompts[0], context)
-        manager.complete_load(prompts[0], context)
-
-    found["load_us"] = median_of(load, 40) * 1e6
-    found["step_us"] = median_of(manager.on_schedule_end, 2000) * 1e6
-    ends = []
-    for _ in range(40):
-        ended = begin()
-        manager.on_new_request(ended)
-        keys = keys_of(first_of)
-        first_of += REQUEST_KEYS
-        manager.prepare_store(keys, ended)
-        manager.complete_store(keys, ended)
+    def _end_s(self) -> float:
+        """Return how long the end of a request takes that has stored its blocks."""
+        keys, context = self._new_keys(), self._begin()
+        self.manager.prepare_store(keys, context)
+        self.manager.complete_store(keys, context)
         begin_s = _now_s()
-        manager.on_request_finished(ended)
-        ends.append(_now_s() - begin_s)
-        manager.on_schedule_end()
-    found["end_us"] = statistics.median(ends) * 1e6
-    gc.enable()
+        self.manager.on_request_finished(context)
+        taken_s = _now_s() - begin_s
+        self.manager.on_schedule_end()
+        return taken_s
 
-    begin_s = _now_s()
-    manager.reset_cache()
-    found["reset_ms"] = (_now_s() - begin_s) * 1e3
-    steps = []
-    for _ in range(rows // 512 + 2):
+
+def _primary(backend: CPUBackend, policy: str, tenants: int) -> Any:  # Any: each build has its own class
+    if tenants:
+        from tiered_kv.cpu.shared_rows import SharedRows
+
+        return SharedRows(backend, policy, {"default": f"{100 / tenants:.6f}%"})
+    try:
+        return importlib.import_module("tiered_kv.cpu.rows").PrimaryRows(backend, policy)
+    except ImportError:  # an older build has another one
+        return importlib.import_module("tiered_kv.cpu.manager").CPUOffloadingManager(backend, policy)
+
+
+def _keys_of(first: int) -> list[OffloadKey]:
+    from tiered_kv.base import OffloadKey
+
+    return [OffloadKey(key(number)) for number in range(first, first + REQUEST_KEYS)]
+
+
+def _median_s(act: Callable[[], object], times: int) -> float:
+    taken = []
+    for _ in range(times):
         begin_s = _now_s()
-        manager.on_schedule_end()
-        steps.append(_now_s() - begin_s)
-    found["reset_step_ms"] = max(steps) * 1e3
-    return found
+        act()
+        taken.append(_now_s() - begin_s)
+    return statistics.median(taken)
+
+
+def measure(rows: int, policy: str, tenants: int = 0) -> dict[str, float]:
+    """Return what one tier of `rows` rows takes: memory and times by the names in `UNITS`."""
+    tier = Tier(rows, policy, tenants)
+    tier.fill()
+    tier.measure_stores()
+    tier.measure_calls()
+    tier.measure_reset()
+    return tier.found
 
 
 def run(python: str, checkout: str, rows: int, policy: str, tenants: int = 0) -> dict[str, float]:
