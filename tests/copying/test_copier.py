@@ -25,17 +25,24 @@ class Source:
     """Blocks in batches of five, of which the first may be listed twice; a later one was used later."""
 
     def __init__(
-        self, answers: dict[OffloadKey, RecordStatus | str] | None = None, *, empty: bool = False, repeats: int = 0
+        self,
+        answers: dict[OffloadKey, RecordStatus | str] | None = None,
+        *,
+        empty: bool = False,
+        repeats: int = 0,
+        drift_s: float = 0.0,
     ) -> None:
         self._answers, self._empty, self._repeats = answers or {}, empty, repeats
+        self._drift_s, self._later_s = drift_s, 0.0
         self.read: list[OffloadKey] = []
 
     def blocks(
         self, digest: str, keys: Collection[OffloadKey] | None, deadline: float
     ) -> Iterator[Sequence[StoredBlock]]:
+        later_s, self._later_s = self._later_s, self._later_s + self._drift_s
         for start in range(0, len(KEYS), 5):
             batch = [*KEYS[start : start + 5], *[KEYS[start]] * self._repeats]
-            yield [StoredBlock(key, BLOCK_BYTES + HEADER_BYTES, 100.0 * KEYS.index(key)) for key in batch]
+            yield [StoredBlock(key, BLOCK_BYTES + HEADER_BYTES, later_s + 100.0 * KEYS.index(key)) for key in batch]
 
     def read_records(
         self, digest: str, blocks: Sequence[StoredBlock], rows: Sequence[memoryview], deadline: float
@@ -117,3 +124,11 @@ def test_the_last_used_blocks_up_to_the_size_are_copied(blocks: int) -> None:
     counts = copied(Source(), target, size_bytes)
     assert counts.ok
     assert sorted(target.records) == sorted(KEYS[max(0, len(KEYS) - blocks) :])
+
+
+@pytest.mark.parametrize("drift_s", [-150.0, 1.0, 2.5, 150.0])
+def test_a_source_whose_ages_differ_from_listing_to_listing_gives_the_planned_blocks(drift_s: float) -> None:
+    target = Target()
+    counts = copied(Source(drift_s=drift_s), target, 7 * (BLOCK_BYTES + HEADER_BYTES))
+    assert (counts.copied, counts.ok) == (7, True)
+    assert sorted(target.records) == sorted(KEYS[-7:])

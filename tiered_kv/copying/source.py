@@ -5,6 +5,7 @@ A `Copier` calls it, on its thread, while other processes may use the storage.
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
@@ -18,7 +19,6 @@ from tiered_kv.reasons import RecordStatus
 from tiered_kv.toolkit.administration import StoredBlock
 from tiered_kv.toolkit.record import HEADER_BYTES
 
-_SAME_S: Final = 2.0  # uses that are no further apart count as one: a server tells whole seconds, by its own clock
 _LIST_S: Final = 30 * 86_400.0
 """The deadline of a listing, which lasts as long as the copy. Each batch has a shorter one."""
 
@@ -53,16 +53,16 @@ class Plan:
     size_bytes: int
     left_out: int = 0  # blocks beyond `Selection.bytes_max`
     left_out_bytes: int = 0
-    since_s: float | None = None
-    """The last use of the coldest blocks to move, in seconds of Unix time; None if all are moved."""
-    since_bytes: int = 0  # how many bytes of those with about this time
+    chosen: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
+    """The hashes of the keys to copy, in order; None if all are."""
 
 
 @dataclass(eq=False)
 class BlocksToCopy:
     """The blocks of one namespace of a storage. The storage is listed twice: to plan, and to copy.
 
-    A plan takes 16 bytes of memory for each block.
+    A plan takes 24 bytes of memory for each block. It knows the blocks by their keys, and not by their age: a server
+    tells ages in whole seconds, which differ between the two listings.
     """
 
     source: RecordSource
@@ -72,40 +72,30 @@ class BlocksToCopy:
 
     def plan(self) -> Plan:
         """List the storage. Raises what its methods raise; `NotImplementedError` if its blocks cannot be copied."""
-        used, sizes = array("d"), array("q")
+        used, sizes, hashes = array("d"), array("q"), array("q")
         for batch in self._listed():
             used.extend(-1.0 if each.used_s is None else each.used_s for each in batch)
             sizes.extend(self.size_bytes(each) for each in batch)
+            hashes.extend(hash(each.key) for each in batch)
         total_bytes, bytes_max = sum(sizes), self.selection.bytes_max
         if bytes_max is None or total_bytes <= bytes_max:
             return Plan(len(sizes), total_bytes)
-        ages, by_age = np.frombuffer(used), np.frombuffer(sizes, np.int64)
-        order = np.argsort(-ages, kind="stable")
-        ends = np.cumsum(by_age[order])
+        order = np.argsort(-np.frombuffer(used), kind="stable")
+        ends = np.cumsum(np.frombuffer(sizes, np.int64)[order])
         count = int(np.searchsorted(ends, bytes_max, side="right"))
         moved_bytes = int(ends[count - 1]) if count else 0
-        since_s = float(ages[order[max(0, count - 1)]])
-        warmer_bytes = int(by_age[ages > since_s + _SAME_S].sum())
-        return Plan(
-            count, moved_bytes, len(sizes) - count, total_bytes - moved_bytes, since_s, bytes_max - warmer_bytes
-        )
+        chosen = np.sort(np.frombuffer(hashes, np.int64)[order[:count]])
+        return Plan(count, moved_bytes, len(sizes) - count, total_bytes - moved_bytes, chosen)
 
     def planned(self, plan: Plan) -> Iterator[Sequence[StoredBlock]]:
         """Yield the blocks to copy, in batches, as the storage lists them now."""
-        if plan.since_s is None:
-            yield from self._listed()
-            return
-        left_bytes = plan.since_bytes
         for batch in self._listed():
-            chosen = []
-            for each in batch:
-                used_s = -1.0 if each.used_s is None else each.used_s
-                if used_s > plan.since_s + _SAME_S:
-                    chosen.append(each)
-                elif used_s >= plan.since_s - _SAME_S and self.size_bytes(each) <= left_bytes:
-                    left_bytes -= self.size_bytes(each)
-                    chosen.append(each)
-            yield chosen
+            if plan.chosen is None:
+                yield batch
+            elif len(plan.chosen):
+                hashes = np.fromiter((hash(each.key) for each in batch), np.int64, len(batch))
+                at = np.searchsorted(plan.chosen, hashes).clip(max=len(plan.chosen) - 1)
+                yield list(itertools.compress(batch, plan.chosen[at] == hashes))
 
     def read(
         self, blocks: Sequence[StoredBlock], rows: Sequence[memoryview], limit_s: float
