@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from tests.support.stacks import forget_memory, manager_of, stack_of
+from tiered_kv.cli.ask import fetch, url_of
 from tiered_kv.cli.main import main
 from tiered_kv.stack.open import Stack, open_stack
+from tiered_kv.testing.control import wait_until
 
 TOKEN = "a-token-of-a-test"
 HASHES = [bytes(24) + number.to_bytes(8, "big") for number in range(1, 5)]
@@ -44,19 +46,27 @@ def test_a_tier_is_taken_out_and_put_back(stack: Stack, capsys: pytest.CaptureFi
     forget_memory(manager_of(stack))
     assert stack.get(HASHES, blocks) == 0
     assert main(["attach", address(stack), "disk", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"tier": "disk", "removal": ""}
+    assert json.loads(capsys.readouterr().out) == {"tier": "disk", "removal": "", "removal_note": ""}
     assert stack.get(HASHES, blocks) == 4
 
 
 def test_a_tier_that_does_not_open_in_time_is_said(
-    stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stack: Stack,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tiered_kv.tiering.late.RETRY_S", 0.01)
     assert main(["drain", address(stack), "disk"]) == 0
     (tmp_path / "kv").rename(tmp_path / "moved")
     (tmp_path / "kv").write_text("no directory")
-    assert main(["attach", address(stack), "disk", "--wait", "100ms"]) == 1
-    assert "disk is still attaching" in capsys.readouterr().out
+    assert main(["attach", address(stack), "disk", "--wait", "10ms"]) == 1
+    why = f"{tmp_path / 'kv'} is a file; give a directory"
+    wait_until(lambda: manager_of(stack).removals.notes(with_errors=True) == {"disk": why})
+    assert main(["attach", address(stack), "disk", "--wait", "10ms"]) == 1
+    assert f"disk is attaching: {why}" in capsys.readouterr().out
+    assert [each.levelname for each in caplog.records if "'disk': cannot be opened" in each.message] == ["WARNING"]
     (tmp_path / "kv").unlink()
     assert main(["attach", address(stack), "disk"]) == 0
 
@@ -80,3 +90,20 @@ def test_only_who_has_the_token_may_ask(
         assert not manager_of(stack).removed_tiers()
         monkeypatch.setenv("TIERED_KV_TOKEN", TOKEN)
         assert main(["drain", address(stack), "disk"]) == 0
+
+
+def test_who_has_no_token_does_not_see_the_text_of_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a path: the status of others has none."""
+    monkeypatch.setattr("tiered_kv.tiering.late.RETRY_S", 0.01)
+    with open_stack(config_of(tmp_path, TOKEN)) as stack:
+        manager = manager_of(stack)
+        manager.removals.ask("drain", "disk")
+        wait_until(lambda: manager.removed_tiers() == {"disk": "drained"})
+        (tmp_path / "kv").rename(tmp_path / "moved")
+        (tmp_path / "kv").write_text("no directory")
+        manager.removals.ask("attach", "disk")
+        wait_until(lambda: str(tmp_path) in manager.removals.notes(with_errors=True).get("disk", ""))
+        shown = fetch(url_of(address(stack)), "/status")
+        assert str(tmp_path) not in shown.decode()
+        told = fetch(url_of(address(stack)), "/status", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert str(tmp_path) in told.decode()

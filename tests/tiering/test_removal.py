@@ -6,6 +6,7 @@ import pytest
 
 from tests.tiering.conftest import JOB_TIMEOUT_S, LARGE_BUDGETS, Bench, MakeBench, ManualTier, keys
 from tiered_kv.testing.control import wait_until
+from tiered_kv.tiering.factory import SecondaryTierFactory
 
 
 class Closable(ManualTier):
@@ -77,11 +78,45 @@ def test_a_job_that_hangs_keeps_its_rows_until_the_tier_reports_it(bench: Bench)
     for _ in range(3):
         bench.step()
     assert stage(bench) == "draining", "a call of it may still write"
+    note = "it has not reported 1 job whose deadline has passed: a call of its storage hangs"
+    assert bench.manager.removals.notes(with_errors=False) == {"tier0": note}
     assert bench.free == before
     assert bench.lookup(keys(1), context) == [False]
     tier.end()
     step_until(bench, "drained")
     assert bench.free == before + 1
+
+
+@pytest.mark.parametrize("fault", ["refuses", "raises"])
+def test_a_tier_that_cannot_reset_is_drained_again_and_can_be_attached(
+    bench: Bench, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Closable] = []
+
+    def create(spec: object, view: memoryview, settings: object) -> Closable:
+        tier = Closable(view, "tier0")
+        if fault == "raises" and not made:
+            monkeypatch.setattr(tier, "reset_cache", lambda: 1 / 0)
+        tier.can_reset = bool(made)
+        made.append(tier)
+        return tier
+
+    monkeypatch.setattr(SecondaryTierFactory, "create", create)
+    removals = bench.manager.removals
+    removals.ask("drain", "tier0")
+    step_until(bench, "drained")
+    bench.manager.reset_cache()
+    removals.ask("attach", "tier0")
+    step_until(bench, "attaching")
+    step_until(bench, "drained")
+    assert made[0].is_closed, "nothing of it is open"
+    assert "cannot reset" in removals.notes(with_errors=True)["tier0"]
+    assert bench.lookup(keys(1), bench.request("a")) == [False]
+    removals.ask("attach", "tier0")
+    step_until(bench, "")
+    made[1].has(1)
+    assert bench.lookup(keys(1), bench.request("b")) == [None]
+    bench.tiers[0] = made[1]  # whose jobs the fixture ends
 
 
 def test_lookups_of_the_next_step_reach_other_tiers_only(bench: Bench) -> None:

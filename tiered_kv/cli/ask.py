@@ -115,6 +115,7 @@ class TierStatus(BaseModel):
     breaker: Literal["", "closed", "half_open", "open"]
     is_disabled: bool
     removal: Literal["", "draining", "drained", "attaching"] = ""
+    removal_note: _Text = ""
     used_bytes: _Whole
     capacity_bytes: _Whole
     budgets: dict[str, BudgetState] = {}

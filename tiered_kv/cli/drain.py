@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from tiered_kv.cli.arguments import describe_use, seconds
@@ -52,29 +53,34 @@ def run(args: argparse.Namespace) -> Status:
     headers = {"Authorization": f"Bearer {token}"} if token else token_of(args.address)
     asked = json.dumps({"tier": args.tier, "namespace": args.namespace}).encode()
     try:
-        if verb == "attach" and _tier(url, args).removal == "draining":
-            raise ConfigError(f"{args.tier} still drains: wait until 'tiered-kv drain' says that it is out")
+        if verb == "attach" and (tier := _tier(url, args, headers)).removal == "draining":
+            raise ConfigError(
+                f"{args.tier} still drains: {tier.removal_note}; wait until 'tiered-kv drain' says that it is out"
+            )
         fetch(url, f"/{verb}", headers=headers, body=asked)
     except TierUnavailableError as error:
         raise TierUnavailableError(f"{url}: {error}") from error
-    wanted = "drained" if verb == "drain" else ""
+    wanted, was_attaching = "drained" if verb == "drain" else "", False
     end_s = time.monotonic() + args.wait
-    while not (is_done := (tier := _tier(url, args)).removal == wanted) and time.monotonic() < end_s:
+    while not (is_done := (tier := _tier(url, args, headers)).removal == wanted) and time.monotonic() < end_s:
+        if was_attaching and tier.removal == "drained":  # it was opened, and cannot be used
+            break
+        was_attaching = tier.removal == "attaching"
         time.sleep(_POLL_S)
     if args.json:
-        print_json({"tier": args.tier, "removal": tier.removal})
+        print_json({"tier": args.tier, "removal": tier.removal, "removal_note": tier.removal_note})
     elif is_done:
         print_text(f"{args.tier} is {'out: its files are closed' if verb == 'drain' else 'in use'}")
     else:
         print_text(
-            f"{args.tier} is still {tier.removal or 'in use'} after {args.wait:g} s; the log of its process says why"
+            f"{args.tier} is {tier.removal or 'in use'}: {tier.removal_note or 'the log of its process says why'}"
         )
     return Status.OK if is_done else Status.FOUND
 
 
-def _tier(url: str, args: argparse.Namespace) -> TierStatus:
+def _tier(url: str, args: argparse.Namespace, headers: Mapping[str, str]) -> TierStatus:
     page = "/status" + (f"?namespace={args.namespace}" if args.namespace else "")
-    for tier in read_status(fetch(url, page)).tiers:
+    for tier in read_status(fetch(url, page, headers=headers)).tiers:
         if tier.name == args.tier:
             return tier
     raise ConfigError(f"there is no tier {args.tier!r}")

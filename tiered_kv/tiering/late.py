@@ -6,6 +6,8 @@ its first job.
 
 opening thread:   open, until that succeeds ... hand the tier over, wake the caller
 manager's thread: lookup: False ... get_finished: take the tier in, reset it if there was a reset ... pass calls on
+
+A tier whose reset fails is not taken in, but shut down. After that, `open_again` may try once more.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ from typing import Any, Final
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
 from tiered_kv.config.secrets import scrub
 from tiered_kv.config.settings import TierSettings
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, ResourceError, TierError
 from tiered_kv.reasons import Reason
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.system.threads import start_thread
+from tiered_kv.tiering.answers import checked_flag, tier_exceptions
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.tiering.isolation import IsolatedTier
 
@@ -72,8 +75,10 @@ class LateTier(SecondaryTierManager):
         self._announced: set[str] = set()  # requests that the tier knows
         self._resets = 0
         """How many resets this object has seen."""
+        self._unfit: SecondaryTierManager | None = None  # one that could not be reset, until a thread shuts it down
+        self._closing_unfit: threading.Thread | None = None
         self._tried, self._closing = threading.Event(), threading.Event()
-        self._log_limit = LogLimit()
+        self._log_limit, self._failure_level = LogLimit(), logging.INFO
         self._thread: threading.Thread | None = None
         if open_it is not None:
             self.open(open_it)
@@ -88,7 +93,7 @@ class LateTier(SecondaryTierManager):
         return late
 
     def open(self, open_it: Callable[[], SecondaryTierManager]) -> None:
-        """Begin to open the tier, on a thread. Called once.
+        """Begin to open the tier, on a thread. Called once, and again after `is_unfit`.
 
         Raises:
             ResourceError: The system gives no thread.
@@ -101,14 +106,21 @@ class LateTier(SecondaryTierManager):
         Raises:
             ResourceError: The system gives no thread.
         """
-        self.failure = "it is being opened"
+        self.failure = "it has not answered yet"
+        self._failure_level = logging.WARNING  # no `wait` follows, which would log it
         settings = self._settings.model_copy(update={"required": True})
         self.open(partial(create, self.tier_spec, self._primary_kv_view, settings))
+        self._closing_unfit = None
 
     @property
     def is_open(self) -> bool:
         """Whether the tier was taken in. The manager's thread reads this."""
         return self._inner is not None
+
+    @property
+    def is_unfit(self) -> bool:
+        """Whether the tier was opened, could not be reset, and has been shut down. The manager's thread reads this."""
+        return self._closing_unfit is not None and not self._closing_unfit.is_alive()
 
     def wait(self, timeout_s: float) -> SecondaryTierManager | None:
         """Wait for the first try; return the tier if it is open. The thread that made this object calls this first.
@@ -132,12 +144,15 @@ class LateTier(SecondaryTierManager):
             try:
                 tier = open_it()
             except BaseException as error:
-                self.failure = scrub(str(error), self._settings.secret_texts()) or type(error).__name__
+                # A `TierError` begins with the tier's name, which each line here has.
+                text = error.message if isinstance(error, TierError) else str(error)
+                self.failure = scrub(text, self._settings.secret_texts()) or type(error).__name__
                 if isinstance(error, ConfigError) and not self._tried.is_set():
                     self._refusal = error
                 self._tried.set()
                 if not self._closing.is_set() and self._log_limit.take(self.failure) is not None:
-                    _log.info("tier '%s': cannot be opened: %s", self._settings.name, self.failure)
+                    _log.log(self._failure_level, "tier '%s': cannot be opened: %s", self._settings.name, self.failure)
+                    self._failure_level = logging.INFO
                 self._closing.wait(RETRY_S)
                 continue
             self._opened.append(tier)
@@ -163,13 +178,18 @@ class LateTier(SecondaryTierManager):
             return
         if not tier.is_nonblocking:
             tier = IsolatedTier(tier, self._settings.lookup_timeout)
-        if self._resets and not tier.reset_cache():
+        if self._resets and not _has_reset(tier):
             self.failure = "it cannot reset, and may hold blocks from before a reset"
             _log.warning("tier '%s': not used: %s", self._settings.name, self.failure)
-            start_thread(tier.shutdown, f"tiered-kv-{self._settings.name}-drop")
+            self._unfit = tier
             return
         _log.warning("tier '%s': opened, and in use from now on", self._settings.name)
         self._inner = tier
+
+    def _close_unfit(self, tier: SecondaryTierManager) -> None:
+        with suppress(ResourceError):  # without a thread the next step tries again
+            self._closing_unfit = start_thread(_shut_down, f"tiered-kv-{self._settings.name}-drop", tier)
+            self._unfit = None
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return False if self._inner is None else self._inner.lookup(key, req_context)
@@ -206,6 +226,8 @@ class LateTier(SecondaryTierManager):
         refused, self._refused = self._refused, []
         if self._inner is None:
             self._take_in()
+            if self._unfit is not None:
+                self._close_unfit(self._unfit)
             return refused
         return [*refused, *self._inner.get_finished()] if refused else self._inner.get_finished()
 
@@ -256,6 +278,21 @@ class LateTier(SecondaryTierManager):
         if self._inner is not None:
             self._inner.shutdown()
             return
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
+        if self._unfit is not None:
+            self._unfit.shutdown()
+        for thread in (self._thread, self._closing_unfit):
+            if thread is not None:
+                thread.join(_CLOSE_S)
         self._drop()
+
+
+def _has_reset(tier: SecondaryTierManager) -> bool:
+    try:
+        return checked_flag(tier.reset_cache())
+    except tier_exceptions():
+        return False
+
+
+def _shut_down(tier: SecondaryTierManager) -> None:
+    with suppress(Exception):  # of a third-party tier that is not used
+        tier.shutdown()

@@ -7,7 +7,8 @@ their own shut the old tier down, and open the new one (`late.py`). A tier that 
 1. draining: a `LateTier` takes the tier's place at once. The tier's jobs end, or pass their deadline. Then it is shut
    down.
 2. drained: its threads have ended, its files are closed, and all its jobs are reported.
-3. attaching: the `LateTier` opens the tier from its settings, until that succeeds. Then it is in use again.
+3. attaching: the `LateTier` opens the tier from its settings, until that succeeds. Then it is in use again. A tier that
+   cannot be reset is shut down, and is drained again.
 
 What must stay true: a row of a job belongs to it until the old tier has reported the job. A reset of the cache while a
 tier is out is made before the first job of the tier that comes back.
@@ -46,7 +47,7 @@ class Stage(StrEnum):
 
 
 class Removal:
-    """One tier that is out. Owned by the manager's thread; any thread may read `stage`."""
+    """One tier that is out. Owned by the manager's thread; any thread may read `stage` and `note`."""
 
     def __init__(self, guarded: GuardedTier, requests: Iterable[ReqContext]) -> None:
         self.stage = Stage.DRAINING
@@ -58,6 +59,17 @@ class Removal:
         guarded.replace(self._late)
         self._closing: threading.Thread | None = None
 
+    @property
+    def note(self) -> str:
+        """What a draining tier waits for; of another, why it is not in use, with a path or an address. Any thread."""
+        if self.stage is not Stage.DRAINING:
+            return self._late.failure
+        jobs = len(self._guarded.jobs)
+        if not jobs:
+            return "its threads have to end"
+        late = "" if self._guarded.unexpired else " whose deadline has passed: a call of its storage hangs"
+        return f"it has not reported {jobs} {'job' if jobs == 1 else 'jobs'}{late}"
+
     def get_finished(self) -> Iterable[JobResult]:
         """Return the results of the old tier's jobs; `GuardedTier` asks in each step."""
         results = [] if self._old is None else [*self._old.get_finished()]
@@ -66,6 +78,8 @@ class Removal:
     def act(self) -> bool:
         """Go on; return whether the tier is in use again."""
         if self.stage is Stage.ATTACHING:
+            if self._late.is_unfit:
+                self.stage = Stage.DRAINED
             return self._late.is_open
         if self.stage is Stage.DRAINING:
             if self._closing is None and not self._guarded.unexpired:
@@ -139,6 +153,13 @@ class Removals:
     def stages(self) -> dict[str, str]:
         """Return the stage of each tier that is out, by name."""
         return {guarded.name: removal.stage.value for guarded, removal in list(self._removals.items())}
+
+    def notes(self, *, with_errors: bool) -> dict[str, str]:
+        """Return the note of each tier that is out, by name; `with_errors` also those with a path or an address."""
+        found = list(self._removals.items())
+        return {
+            guarded.name: removal.note for guarded, removal in found if with_errors or removal.stage is Stage.DRAINING
+        }
 
     # The manager's thread.
 

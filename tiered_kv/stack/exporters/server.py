@@ -48,6 +48,7 @@ LIFETIME_S: Final = 15.0
 """A connection that is older, in seconds, is closed when the next one comes."""
 _RETRY_S: Final = 0.1
 _DIGEST_CHARACTERS: Final = 12
+_STATUS_PATH: Final = "/status"
 
 _log = logging.getLogger(__name__)
 
@@ -84,12 +85,12 @@ def routes_of(stacks: Callable[[], Mapping[str, Observed]]) -> Routes:
         return Body(exposition(*collectors), CONTENT_TYPE)
 
     def chosen(query: Query) -> Observed:
-        return _chosen(stacks(), "".join(query.get("namespace", [])))
+        return _chosen(stacks(), _namespace_of(query))
 
     hottest = HottestPages()
     return {
         "/metrics": metrics,
-        "/status": lambda query: _json(status(chosen(query))),
+        _STATUS_PATH: lambda query: _json(status(chosen(query))),
         "/explain": lambda query: _json(explain_query(chosen(query), query)),
         HOTTEST_PATH: lambda query: _json(hottest.answer(chosen(query), query)),
         LIMITS_PATH: lambda query: _json(limits_page(chosen(query), query)),
@@ -101,6 +102,10 @@ def prefetch_of(stacks: Callable[[], Mapping[str, Observed]], settings: MetricsS
     """Return the calls of `/prefetch` for stacks, by the digests of their namespaces. Which are open may change."""
     token = None if settings.token is None else settings.token.get_secret_value()
     return PrefetchPages(lambda start: _chosen(stacks(), start), token)
+
+
+def _namespace_of(query: Query) -> str:
+    return "".join(query.get("namespace", []))
 
 
 def _chosen(found: Mapping[str, Observed], start: str) -> Observed:
@@ -320,7 +325,11 @@ class _Handler(BaseHTTPRequestHandler):
                 return HTTPStatus.METHOD_NOT_ALLOWED, _text("only GET and HEAD are answered")
             if parts.path == HOTTEST_PATH and (refused := self._refusal()) is not None:
                 return refused[0], _json(refused[1])
-            return HTTPStatus.OK, routes[parts.path](parse_qs(parts.query, max_num_fields=QUERY_FIELDS_MAX))
+            query = parse_qs(parts.query, max_num_fields=QUERY_FIELDS_MAX)
+            prefetch = self.server.prefetch
+            if parts.path == _STATUS_PATH and prefetch is not None and self._refusal() is None:
+                return HTTPStatus.OK, _json(status(prefetch.choose(_namespace_of(query)), with_errors=True))
+            return HTTPStatus.OK, routes[parts.path](query)
         except ConfigError as error:
             return HTTPStatus.BAD_REQUEST, _text(str(error))
         except ValueError:

@@ -41,18 +41,19 @@ _SLICE: Final = 32
 _Item = TypeVar("_Item")
 
 
-def status(stack: Observed) -> dict[str, Any]:  # Any: as JSON has it
+def status(stack: Observed, *, with_errors: bool = False) -> dict[str, Any]:  # Any: as JSON has it
     """Return the status of a stack; `docs/how-to/metrics.md` describes the fields. Any thread may call.
 
     It has no key, path, address or setting, except for the names of tiers, the namespace's digest, and the ids of
-    requests.
+    requests. `with_errors` adds why a tier that was taken out cannot be opened, with its path or address.
     """
     config, snapshot = stack.config, stack.snapshot()
     disabled, removed = stack.manager.disabled_tiers(), stack.manager.removed_tiers()
+    notes = stack.manager.removals.notes(with_errors=with_errors)
     tiers = [_primary(snapshot.tiers[PRIMARY_NAME])]
     for tier in config.secondary:
         found = _secondary(tier, snapshot.tiers[tier.name], tier.name in disabled, config.secret_texts())
-        tiers.append({**found, "removal": removed.get(tier.name, "")})
+        tiers.append({**found, "removal": removed.get(tier.name, ""), "removal_note": notes.get(tier.name, "")})
     return {
         "version": version("tiered-kv"),
         "namespace": config.identity.digest.hex(),
