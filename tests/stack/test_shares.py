@@ -77,12 +77,14 @@ def test_without_limits_a_tenant_changes_nothing() -> None:
         assert not TENANTS.keys() & stack.counters()["cpu"].keys()
 
 
-def test_hints_that_are_off_leave_the_tenant_and_an_invalid_tenant_is_refused() -> None:
+def test_hints_that_are_off_leave_the_tenant_and_an_invalid_tenant_is_ignored_and_counted() -> None:
     with opened({"quiet": "20%"}, hints=[]) as stack:
         put(stack, "quiet", 5)
         assert stack.counters()["cpu"]["tenant_used_bytes"]["quiet"] == 5 * BLOCK_BYTES
-        with pytest.raises(ValueError, match="tenant: expected a name"):
-            put(stack, "two words", 1)
+        put(stack, "two words", 1)
+        counted = stack.counters()["cpu"]
+        assert counted["tenant_used_bytes"] == {"quiet": 5 * BLOCK_BYTES, "default": BLOCK_BYTES}
+        assert counted["refused_hints_total"] == 1
 
 
 def test_a_third_party_policy_that_fails_below_the_shares_is_replaced() -> None:

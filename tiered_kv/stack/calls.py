@@ -21,7 +21,7 @@ from typing import Generic, Self, TypeVar
 from tiered_kv.base import ReqContext
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.errors import ShutdownError
-from tiered_kv.hints import HINTS_KEY, Hints
+from tiered_kv.hints import HINTS_KEY
 from tiered_kv.system.interrupts import CallThread
 from tiered_kv.tiering.interface import CalledManager
 
@@ -130,8 +130,6 @@ class StackCalls(Generic[M]):
     @contextmanager
     def _request(self, verb: str, hints: HintsAsGiven, epoch: int | None = None) -> Iterator[ReqContext]:
         """Make one request of the manager for a call; `epoch` is its epoch, by default the current one."""
-        if hints is not None:
-            Hints.parse(hints)  # a mistake in a program is an error, unlike one of a server's client
         context = ReqContext(f"{verb}-{next(self._request_numbers)}", None if hints is None else {HINTS_KEY: hints})
         with self._call():
             with self._lock:

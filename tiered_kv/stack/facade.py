@@ -74,7 +74,7 @@ class BlockFacade(StackCalls[M]):
             blocks: len(keys) * block_bytes bytes: any contiguous buffer, numpy array, or tensor of torch on the CPU.
                 It must not change before `put` returns.
             timeout: Seconds to wait, in all, for room.
-            hints: Hints about the blocks; see docs/how-to/hints.md.
+            hints: Hints about the blocks; see docs/how-to/hints.md. Invalid ones are ignored, and counted.
             epoch: The `epoch` in which the blocks were computed, by default the epoch at the call.
 
         Returns:
@@ -82,7 +82,7 @@ class BlockFacade(StackCalls[M]):
             in time. It is 0 if `hints` skip the store, or if a reset has ended `epoch`.
 
         Raises:
-            TypeError, ValueError: The arguments do not fit each other, or hints are invalid.
+            TypeError, ValueError: The arguments do not fit each other.
         """
         began = self.epoch if epoch is None else epoch  # the present one: later, a reset may hold the lock
         offload_keys = self._keys_of(keys)
@@ -136,7 +136,7 @@ class BlockFacade(StackCalls[M]):
             the bytes after them are unchanged.
 
         Raises:
-            TypeError, ValueError: The arguments do not fit each other, or hints cannot be used.
+            TypeError, ValueError: The arguments do not fit each other.
         """
         offload_keys = self._keys_of(keys)
         shape = len(offload_keys), self.region.block_bytes
@@ -180,7 +180,7 @@ class BlockFacade(StackCalls[M]):
             The length of the prefix that is in the primary tier now.
 
         Raises:
-            TypeError, ValueError: A key is not a block hash, or hints cannot be used.
+            TypeError, ValueError: A key is not a block hash.
         """
         ahead = self._keys_of(keys)[: max(self.region.num_blocks // 2, 1)]
         end_s = end_of(timeout)
