@@ -21,8 +21,17 @@ from tiered_kv.errors import ConfigError, FormatError
 from tiered_kv.metrics.histogram import quantile
 from tiered_kv.metrics.metric import TOTAL, Metric
 from tiered_kv.metrics.vocabulary import MANAGER
-from tiered_kv.stack.exporters.client import ANSWER_BYTES_MAX, DEFAULT_ADDRESS, fetch, is_address, url_of_address
+from tiered_kv.stack.exporters.client import (
+    ANSWER_BYTES_MAX,
+    DEFAULT_ADDRESS,
+    bearer,
+    fetch,
+    is_address,
+    url_of_address,
+)
 
+TOKEN: Final = "TIERED_KV_TOKEN"
+"""The variable whose token the command sends with a change."""
 __all__ = ["ANSWER_BYTES_MAX", "DEFAULT_ADDRESS", "fetch", "is_address", "read_status", "token_of", "url_of", "view_of"]
 
 _LINE: Final = f'metrics: {{listen: "{DEFAULT_ADDRESS}"}}'
@@ -40,9 +49,15 @@ def url_of(text: str) -> str:
 
 
 def token_of(text: str) -> dict[str, str]:
-    """Return the header that a change needs if `text` is the path of a stack's file with `metrics.token`."""
+    """Return the header that a change needs: with the variable `TOKEN`, or `metrics.token` of a stack's file `text`.
+
+    Raises:
+        ConfigError: It is a token that no header can hold.
+    """
+    if given := os.environ.get(TOKEN):
+        return bearer(given, location=TOKEN)
     token = None if is_address(text) else from_source(text, _metrics_of).token
-    return {} if token is None else {"Authorization": f"Bearer {token.get_secret_value()}"}
+    return {} if token is None else bearer(token.get_secret_value(), location="metrics.token")
 
 
 def _url_of_stack(raw: Mapping[str, object]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Mapping
 from typing import Final
@@ -18,7 +17,6 @@ from tiered_kv.cli.ask import TierStatus, fetch, read_status, token_of, url_of
 from tiered_kv.cli.output import Status, print_json, print_text
 from tiered_kv.errors import ConfigError, TierUnavailableError
 
-TOKEN: Final = "TIERED_KV_TOKEN"
 _POLL_S: Final = 0.1
 _WAIT_S: Final = 60.0
 
@@ -49,8 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Status:
     url, verb = url_of(args.address), args.verb
-    token = os.environ.get(TOKEN)
-    headers = {"Authorization": f"Bearer {token}"} if token else token_of(args.address)
+    headers = token_of(args.address)
     asked = json.dumps({"tier": args.tier, "namespace": args.namespace}).encode()
     try:
         if verb == "attach" and (tier := _tier(url, args, headers)).removal == "draining":

@@ -152,6 +152,13 @@ def stray_character(secret: str, *, may_have_blanks: bool = False) -> bool:
     return any(each.isspace() or unicodedata.category(each) in ("Cc", "Cf") for each in looked_at)
 
 
+def problem_of_token(token: str) -> str | None:
+    """Return why the header of a request cannot hold a token, without showing it; None if it can."""
+    if stray_character(token):
+        return f"{STRAY_CHARACTER}; a file's last newline counts, too"
+    return None if token.isascii() else "has a character that is not ASCII, which no header can hold"
+
+
 def parse_key(text: str) -> bytes:
     """Return the bytes of a key; raises `ConfigError` if it is none, without showing the text or its length."""
     if problem := problem_of_key(text):

@@ -19,6 +19,7 @@ from tiered_kv.config.hooks import REFERENCE, TierType, tier_plugins
 from tiered_kv.config.limits import Limits
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
+from tiered_kv.config.secrets import problem_of_token
 from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings, entry_schema
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
 from tiered_kv.config.validation import suggestion, validate
@@ -141,6 +142,14 @@ class MetricsSettings(StrictModel):
     def address(self) -> tuple[str, int]:
         host, _, port = self.listen.rpartition(":")
         return host.strip("[]"), int(port)
+
+    @field_validator("token")
+    @classmethod
+    def _can_be_sent(cls, token: SecretStr | None) -> SecretStr | None:
+        problem = None if token is None else problem_of_token(token.get_secret_value())
+        if problem is not None:
+            raise ValueError(problem)
+        return token
 
     @field_validator("listen")
     @classmethod

@@ -189,9 +189,11 @@ def test_a_page_in_a_browser_is_not_heard(stack: Stack, headers: dict[str, str],
     assert ask(stack.server, "POST", "/prefetch", {"block_hashes": [1]}, **headers)[0] == status
 
 
-def test_a_short_token_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"metrics\.token"):
-        open_stack(stack_of(metrics={"listen": "127.0.0.1:0", "token": "short"}))
+@pytest.mark.parametrize("token", ["short", f"{TOKEN}\n", f"{TOKEN} and more", f"{TOKEN}-ä"])
+def test_a_token_that_is_short_or_cannot_be_sent_is_refused(token: str) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.token") as raised:
+        open_stack(stack_of(metrics={"listen": "127.0.0.1:0", "token": token}))
+    assert token.strip() not in str(raised.value)
 
 
 # What is refused.
@@ -233,6 +235,13 @@ def test_what_is_no_call_is_refused_by_name(stack: Stack, body: object) -> None:
     assert status == 400
     assert "expected" in answer["error"]
     assert not manager_of(stack).orders.exist
+
+
+@pytest.mark.parametrize("path", ["/prefetch", "/limits"])
+def test_a_namespace_that_is_not_open_is_named_as_the_field_that_it_is(stack: Stack, path: str) -> None:
+    body = {"block_hashes": [1]} if path == "/prefetch" else {"tenant": "a", "limit": "10%"}
+    _, answer = ask(stack.server, "POST", path, {**body, "namespace": "zz"})
+    assert answer["error"].startswith("namespace: expected the first characters of one of the open namespaces: ")
 
 
 @pytest.mark.parametrize(

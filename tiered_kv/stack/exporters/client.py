@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
+from tiered_kv.config.secrets import problem_of_token
 from tiered_kv.errors import ConfigError, TierUnavailableError
 
 ANSWER_BYTES_MAX: Final = 8 << 20
@@ -48,6 +49,17 @@ def url_of_address(text: str) -> str:
         )
     path = parts.path.rstrip("/").removesuffix("/status").removesuffix("/metrics")
     return f"{parts.scheme}://{parts.netloc}{path}"
+
+
+def bearer(token: str, *, location: str = "") -> dict[str, str]:
+    """Return the header that sends a token; `location` names it in the error.
+
+    Raises:
+        ConfigError: No header can hold it.
+    """
+    if problem := problem_of_token(token):
+        raise ConfigError(f"the token {problem}", location=location)
+    return {"Authorization": f"Bearer {token}"}
 
 
 def fetch(

@@ -16,7 +16,7 @@ from typing import Any, Final
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.hottest import hottest_keys
 from tiered_kv.errors import ConfigError, FormatError, TierUnavailableError
-from tiered_kv.stack.exporters.client import fetch
+from tiered_kv.stack.exporters.client import bearer, fetch
 from tiered_kv.stack.exporters.status import Observed
 
 PATH: Final = "/hottest"
@@ -77,7 +77,7 @@ def ask_hottest(url: str, digest: str, block_bytes: int, token: str | None, keys
         ConfigError, TierUnavailableError: It does not answer, or has no such namespace.
         FormatError: The answer cannot be read.
     """
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    headers = {} if token is None else bearer(token)
     keys: dict[OffloadKey, None] = {}
     first: int | None = 0
     end_s = time.monotonic() + _ASK_S

@@ -112,7 +112,7 @@ def _chosen(found: Mapping[str, Observed], start: str) -> Observed:
     fitting = [stack for digest, stack in found.items() if digest.startswith(start)]
     if len(fitting) != 1:
         digests = " ".join(digest[:_DIGEST_CHARACTERS] for digest in found) or "none yet, as no engine attached"
-        raise ConfigError(f"expected a query 'namespace' that begins one of the open namespaces: {digests}")
+        raise ConfigError(f"namespace: expected the first characters of one of the open namespaces: {digests}")
     return fitting[0]
 
 
