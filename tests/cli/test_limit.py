@@ -90,6 +90,43 @@ def test_the_table_shows_what_each_tenant_holds(stack: Stack, capsys: pytest.Cap
     assert "only `tiered-kv serve` keeps it" in text
 
 
+def test_a_tenant_of_whom_nothing_is_known_is_said(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["limit", url_of(stack), "nobody"]) == 1
+    said = "nobody has no limit of its own, and has made no request: 'default' counts for it\n"
+    assert capsys.readouterr().out == said
+    assert main(["limit", url_of(stack), "a"]) == 0
+    assert "20%" in capsys.readouterr().out
+
+
+def test_names_that_come_and_go_take_a_bounded_amount_of_memory(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered_kv.stack.limits.NAMES_MAX", 12)
+    monkeypatch.setattr("tiered_kv.cpu.policies.shares.TENANTS_MAX", 6)
+    answers = []
+    for number in range(40):
+        change = {"tenant": f"t{number}", "limit": "1%"}
+        answers.append(ask(stack.server, "POST", "/limits", change))
+        put(stack, f"t{number}", 1)
+        put(stack, f"u{number}", 1)
+        ask(stack.server, "POST", "/limits", {**change, "limit": None})
+    assert len(stack.counters()["cpu"]["tenant_used_bytes"]) <= 12 + 6
+    assert answers[0][0] == 200
+    assert answers[-1][0] == 400
+    assert "12 tenants have had a limit or a request" in answers[-1][1]["error"]
+    assert ask(stack.server, "POST", "/limits", {"tenant": "a", "limit": "30%"})[0] == 200, "it is known"
+
+
+@pytest.mark.parametrize("verb", ["limit", "drain"])
+def test_a_token_that_no_header_holds_is_named_and_not_shown(
+    stack: Stack, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for token in ("sesame-of-the-test\n", "sesame of the test", "sesame-öf-the-test"):
+        monkeypatch.setenv("TIERED_KV_TOKEN", token)
+        assert main([verb, url_of(stack), "a", *(["10%"] if verb == "limit" else [])]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: TIERED_KV_TOKEN: the token has ")
+        assert "sesame" not in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -185,9 +222,20 @@ def test_a_server_keeps_changes_over_its_restart_and_they_go_before_its_file(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"version": 2, "limits": {}}', '{"version": 1, "limits": {"a": "x"}}']
+    ("text", "why"),
+    [
+        ("", "it is damaged, or holds no changed limits"),
+        ("{", "it is damaged, or holds no changed limits"),
+        ("[]", "it is damaged, or holds no changed limits"),
+        ("[" * 100_000, "it is damaged, or holds no changed limits"),
+        ('{"version": 2, "limits": {}}', "it has format version 2, and this release reads 1"),
+        ('{"version": 1, "limits": {"a": "x"}}', "limits.a: expected a size such as 200GiB, or a percentage"),
+        ('{"version": 1}', "limits: Input should be a valid dictionary"),
+    ],
 )
-def test_a_file_of_changes_that_cannot_be_used_changes_none(tmp_path: Path, text: str) -> None:
+def test_a_file_of_changes_that_cannot_be_used_changes_none(
+    tmp_path: Path, text: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     namespaces, stack, pages = served(tmp_path, {"a": "20%"})
     path = limits_path(tmp_path / "kv.sock", stack.config.identity.digest.hex())
     pages.close()
@@ -196,6 +244,15 @@ def test_a_file_of_changes_that_cannot_be_used_changes_none(tmp_path: Path, text
     namespaces, _, pages = served(tmp_path, {"a": "20%"})
     try:
         assert ask(pages, "GET", "/limits")[1]["tenants"]["a"]["limit"] == "20%"
+        (said,) = [each.message for each in caplog.records if "changed limits" in each.message]
+        assert f"{path}: {why}" in said
+        status, answer = ask(pages, "POST", "/limits", {"tenant": "a", "limit": "60%"})
+        if "version 2" in why:  # a newer release may read it again
+            assert status == 400
+            assert f"{path}: {why}; move the file away" in answer["error"]
+            assert path.read_text() == text
+        else:
+            assert status == 200
     finally:
         pages.close()
         namespaces.close()

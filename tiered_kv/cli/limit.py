@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from tiered_kv.cli.arguments import describe_use, seconds
 from tiered_kv.cli.ask import fetch, token_of, url_of
-from tiered_kv.cli.output import Status, print_json, print_table, print_text, printable, progress
+from tiered_kv.cli.output import Status, one_line, print_json, print_table, print_text, printable, progress
 from tiered_kv.config.limits import check_limit
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError, TierUnavailableError
@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tiered-kv limit http://127.0.0.1:9464", "the shares, and what each tenant holds"),
         ("tiered-kv limit http://127.0.0.1:9464 team-a 300GiB", "change a share"),
         ("tiered-kv limit stack.yaml team-a --take-back", "let the stack's file count again"),
+        found="TENANT has no limit of its own, and has made no request",
     )
 
 
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> Status:
         print_json(answer.model_dump(exclude_none=True))
     else:
         _show(answer, args.tenant)
-    return Status.OK
+    return Status.OK if args.tenant is None or change or args.tenant in answer.tenants else Status.FOUND
 
 
 def _show(answer: _Answer, wanted: str | None) -> None:
@@ -105,6 +106,9 @@ def _show(answer: _Answer, wanted: str | None) -> None:
         for name, tenant in answer.tenants.items()
         if wanted in (None, name)
     ]
-    print_table(["tenant", "limit", "share", "holds", "evicted blocks"], rows)
+    if rows:
+        print_table(["tenant", "limit", "share", "holds", "evicted blocks"], rows)
+    else:
+        print_text(f"{one_line(str(wanted))} has no limit of its own, and has made no request: 'default' counts for it")
     if answer.is_kept is False:
         print_text("the change ends with the process: only `tiered-kv serve` keeps it")

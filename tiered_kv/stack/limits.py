@@ -10,20 +10,24 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
 from tiered_kv.config.limits import DEFAULT_TENANT, LIMITS_MAX, Limits
-from tiered_kv.cpu.policies.shares import FairShares
+from tiered_kv.config.units import format_bytes
+from tiered_kv.cpu.policies.shares import TENANTS_MAX, FairShares
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.cpu.shared_rows import SharedRows
-from tiered_kv.errors import ConfigError
+from tiered_kv.errors import ConfigError, FormatError
 from tiered_kv.toolkit.small_files import read_file, replace_file
 
 VERSION: Final = 1
 FILE_BYTES_MAX: Final = 1 << 20
+NAMES_MAX: Final = LIMITS_MAX + TENANTS_MAX
+"""Limit of the tenants that a process knows: each that has had a request stays, also without a limit of its own."""
 _DIGEST_CHARACTERS: Final = 16
 
 _log = logging.getLogger(__name__)
@@ -42,12 +46,60 @@ def restore_limits(rows: PrimaryRows, path: Path) -> None:
     if not isinstance(rows, SharedRows) or not os.path.lexists(path):
         return
     try:
-        kept = json.loads(read_file(os.fspath(path), FILE_BYTES_MAX) or b"")
-        if not isinstance(kept, dict) or kept.get("version") != VERSION:
-            raise ValueError("another version")
-        rows.shares.change(TypeAdapter(Limits).validate_python(kept.get("limits")))
-    except (OSError, ValueError, RecursionError, ValidationError) as error:
-        _log.warning("changed limits in %s are not used: %s", path, type(error).__name__)
+        rows.shares.change(_read(path))
+    except (OSError, FormatError) as error:
+        _log.warning("the changed limits of an earlier process are not used: %s", error)
+
+
+def _read(path: Path) -> Mapping[str, str]:
+    """Return the limits in a file of changes.
+
+    Raises:
+        FormatError: It is none. `_NewerError`: a newer release has written it.
+        OSError: It cannot be read.
+    """
+    data = read_file(os.fspath(path), FILE_BYTES_MAX)
+    if data is None:
+        raise FormatError(f"{path}: expected a regular file of at most {format_bytes(FILE_BYTES_MAX)}")
+    try:
+        kept = json.loads(data)
+    except (ValueError, RecursionError):
+        kept = None
+    version = kept.get("version") if isinstance(kept, dict) else None
+    if type(version) is not int:
+        raise FormatError(f"{path}: it is damaged, or holds no changed limits")
+    if version != VERSION:
+        raise _OtherVersionError(f"{path}: it has format version {version}, and this release reads {VERSION}")
+    try:
+        return TypeAdapter(Limits).validate_python(kept.get("limits"))
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        where = ".".join(map(str, ("limits", *first["loc"])))
+        raise FormatError(f"{path}: {where}: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+class _OtherVersionError(FormatError):
+    """Another release has written the file."""
+
+
+def _keep(path: Path, changed: Mapping[str, str]) -> None:
+    """Write a file of changes in place of an older one.
+
+    Raises:
+        ConfigError: It cannot be written, or the older one is of another release.
+    """
+    reason = "the change cannot be kept, and was not made"
+    try:
+        _read(path)
+    except _OtherVersionError as error:
+        raise ConfigError(f"{reason}: {error}; move the file away, and its changes are forgotten") from error
+    except (OSError, FormatError):  # there is none, or nothing in it is lost
+        pass
+    try:
+        text = json.dumps({"version": VERSION, "limits": changed}, indent=1)
+        replace_file(os.fspath(path), text.encode() + b"\n", flush=True)
+    except OSError as error:
+        raise ConfigError(f"{reason}: {error.strerror or type(error).__name__}", location=os.fspath(path)) from error
 
 
 def change_limit(rows: PrimaryRows, tenant: str, limit: str | None, path: Path | None) -> bool:
@@ -63,13 +115,13 @@ def change_limit(rows: PrimaryRows, tenant: str, limit: str | None, path: Path |
             changed[tenant] = limit
         if len({**shares.given, **changed}) > LIMITS_MAX:
             raise ConfigError(f"expected limits of at most {LIMITS_MAX} tenants")
+        if limit is not None and len({*shares.limits, *(each.name for each in shares.tenants), tenant}) > NAMES_MAX:
+            raise ConfigError(
+                f"{NAMES_MAX} tenants have had a limit or a request since this process began, and no other one can get "
+                "a limit: begin it anew"
+            )
         if path is not None:
-            try:
-                text = json.dumps({"version": VERSION, "limits": changed}, indent=1)
-                replace_file(os.fspath(path), text.encode() + b"\n", flush=True)
-            except OSError as error:
-                message = f"the change cannot be kept, and was not made: {error.strerror or type(error).__name__}"
-                raise ConfigError(message, location=os.fspath(path)) from error
+            _keep(path, changed)
         shares.change(changed)
     return path is not None
 

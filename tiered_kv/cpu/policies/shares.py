@@ -113,6 +113,7 @@ class FairShares(CachePolicy):
         """Note that room is made for so many rows of the request of `chain`; `evict` follows."""
         if self._wanted is not self._limits:
             self._limits = self._wanted
+            self._unnamed = sum(name not in self._limits for name in self._tenants)
             for tenant in self._tenants.values():
                 self._set_share(tenant)
         self._asking, self._incoming = self._tenant_for(chain), rows
