@@ -12,10 +12,10 @@ import re
 import stat
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import Final, Self
+from typing import Annotated, Final, Self
 from urllib.parse import quote, unquote
 
-from pydantic import SecretBytes, SecretStr
+from pydantic import AfterValidator, Field, SecretBytes, SecretStr
 
 from tiered_kv.config.units import format_bytes
 from tiered_kv.errors import ConfigError, TieredKVError
@@ -157,6 +157,16 @@ def problem_of_token(token: str) -> str | None:
     if stray_character(token):
         return f"{STRAY_CHARACTER}; a file's last newline counts, too"
     return None if token.isascii() else "has a character that is not ASCII, which no header can hold"
+
+
+def _check_token(token: SecretStr) -> SecretStr:
+    if problem := problem_of_token(token.get_secret_value()):
+        raise ValueError(problem)
+    return token
+
+
+Token = Annotated[SecretStr, Field(min_length=16), AfterValidator(_check_token)]
+"""A setting whose value the header of a request holds."""
 
 
 def parse_key(text: str) -> bytes:

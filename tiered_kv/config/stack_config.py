@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, SerializeAsAny, ValidationInfo, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, WithJsonSchema, field_validator, model_validator
 
 from tiered_kv.config.entries import check_entries
 from tiered_kv.config.files import RecordSettings, WarmSettings
@@ -19,7 +19,7 @@ from tiered_kv.config.hooks import REFERENCE, TierType, tier_plugins
 from tiered_kv.config.limits import Limits
 from tiered_kv.config.namespace import Namespace, NamespaceIdentity
 from tiered_kv.config.reading import fill_variables, from_source
-from tiered_kv.config.secrets import problem_of_token
+from tiered_kv.config.secrets import Token
 from tiered_kv.config.settings import PRIMARY_NAME, ClassArguments, StrictModel, TierSettings, entry_schema
 from tiered_kv.config.units import HOURS_A_DAY, Bytes, Count, Seconds, Share, format_bytes
 from tiered_kv.config.validation import suggestion, validate
@@ -132,9 +132,8 @@ class MetricsSettings(StrictModel):
         description="Address and port, such as 127.0.0.1:9464 or [::1]:9464; port 0 takes any that is free.",
     )
 
-    token: SecretStr | None = Field(
+    token: Token | None = Field(
         default=None,
-        min_length=16,
         description="What callers of `/prefetch` and `/limits` must send; without it only loopback may.",
     )
 
@@ -142,14 +141,6 @@ class MetricsSettings(StrictModel):
     def address(self) -> tuple[str, int]:
         host, _, port = self.listen.rpartition(":")
         return host.strip("[]"), int(port)
-
-    @field_validator("token")
-    @classmethod
-    def _can_be_sent(cls, token: SecretStr | None) -> SecretStr | None:
-        problem = None if token is None else problem_of_token(token.get_secret_value())
-        if problem is not None:
-            raise ValueError(problem)
-        return token
 
     @field_validator("listen")
     @classmethod
