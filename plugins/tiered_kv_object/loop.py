@@ -5,8 +5,8 @@ the processor than such a request: an epoll and two sockets, and a write and a r
 theirs, each would have to be closed with its thread, and a fork would share its epoll. Here a wake-up is a call that
 waits in a queue.
 
-What must stay true: `run_within` returns after the coroutine has ended. Then nobody runs what obstore's threads still
-put into the queue.
+What must stay true: `run_within` returns after the coroutine has ended, or `GRACE_S` after its limit, if the coroutine
+does not end then. After that nobody runs what obstore's threads still put into the queue.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import asyncio
 import contextvars
 import heapq
 import itertools
+import math
 import queue
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Final, TypeVar, TypeVarTuple
 
+GRACE_S: Final = 5.0
+"""How long a coroutine that was cancelled may take to end. One that does not is left."""
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -51,14 +54,21 @@ class _RequestLoop(asyncio.AbstractEventLoop):
     def run(self, coroutine: Coroutine[Any, Any, T], limit_s: float) -> T:
         task = asyncio.Task(coroutine, loop=self)
         self.call_later(limit_s, task.cancel)
+        end_s = self.time() + limit_s + GRACE_S
         try:
-            while not task.done():
-                self._run_next()
+            while not task.done() and self.time() < end_s:
+                self._run_next(end_s)
         finally:
             task.cancel()  # after an interrupt
             self._timers.clear()
-            while not self._calls.empty():  # by such a call obstore ends a request whose future was cancelled
-                self._run_next()
+            left = self._calls.qsize() if self.time() >= end_s else math.inf  # a task may call itself without an end
+            while left > 0 and not self._calls.empty():  # so obstore ends a request whose future was cancelled
+                self._run_next(end_s)
+                left -= 1
+        if not task.done():
+            with suppress(Exception):  # of its `finally` blocks
+                coroutine.close()
+            raise TimeoutError
         if task.cancelled():
             raise TimeoutError
         try:
@@ -66,13 +76,13 @@ class _RequestLoop(asyncio.AbstractEventLoop):
         finally:
             del task  # or its exception would keep it, and it the exception
 
-    def _run_next(self) -> None:
-        """Run a call, and the timers that are due; wait for the first of both."""
+    def _run_next(self, end_s: float) -> None:
+        """Run a call, and the timers that are due; wait for the first of both, until `end_s` at most."""
         while self._timers and self._timers[0][2].cancelled():
             heapq.heappop(self._timers)
-        left_s = max(0.0, self._timers[0][0] - self.time()) if self._timers else None
+        next_s = min(end_s, self._timers[0][0]) if self._timers else end_s
         with suppress(queue.Empty):
-            self._calls.get(timeout=left_s)._run()
+            self._calls.get(timeout=max(0.0, next_s - self.time()))._run()
         while self._timers and self._timers[0][0] <= self.time():
             _, _, timer = heapq.heappop(self._timers)
             if not timer.cancelled():

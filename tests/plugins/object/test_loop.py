@@ -8,9 +8,11 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
+from tiered_kv_object import loop
 from tiered_kv_object.loop import run_within
 
 LIMIT_S = 60.0
@@ -78,6 +80,32 @@ def test_a_coroutine_is_cancelled_at_its_limit_and_has_ended_then() -> None:
         run_within(hang(), 0.05)
     assert steps == ["cancelled", "ended"]
     assert time.monotonic() - begin_s >= 0.06
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_coroutine_that_does_not_end_is_left_after_a_grace(is_waiting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "GRACE_S", 0.05)
+    has_closed = []
+
+    async def ignore() -> None:
+        try:
+            while True:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600 if is_waiting else 0)
+        finally:
+            has_closed.append(True)
+
+    with pytest.raises(TimeoutError):
+        run_within(ignore(), 0.01)
+    assert has_closed
+
+
+def test_a_task_that_cannot_be_stepped_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a thread that runs another task, from Python 3.14 on."""
+    monkeypatch.setattr(loop, "GRACE_S", 0.05)
+    monkeypatch.setattr(asyncio.Handle, "_run", lambda self: None)
+    with pytest.raises(TimeoutError):
+        run_within(answered(0.0, 1), 0.01)
 
 
 def test_many_requests_run_at_once_each_with_its_limit() -> None:
