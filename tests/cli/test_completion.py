@@ -63,6 +63,18 @@ def test_the_tab_key_completes(directory: Path, shell: str, line: str, expected:
         terminal.wait_for(f"{line[: line.rindex(' ')]} {expected}")
 
 
+def test_without_the_extra_a_shell_gets_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    assert main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "error: completion needs a library that is not installed (the extra 'completion'): pip install"
+    )
+
+
 @pytest.mark.parametrize("verb", cli._VERBS)
 def test_the_help_of_every_verb_has_examples_that_parse(
     verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

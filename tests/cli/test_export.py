@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -139,4 +140,7 @@ def test_an_export_that_writes_nothing_leaves_no_file(source: Tenant, tmp_path: 
     assert path.read_text() == "mine"
     assert "is no directory" in command.err("export", str(source.file), str(tmp_path / "no" / "file.tkv"))
     assert "there is no file" in command.err("import", str(tmp_path / "absent"), str(source.file))
+    os.mkfifo(tmp_path / "pipe")
+    for each in ("/dev/zero", str(tmp_path), str(tmp_path / "pipe")):
+        assert f"'{each}' is no regular file" in command.err("import", each, str(source.file))
     assert sorted(each.name for each in tmp_path.iterdir() if each.name.startswith(".")) == []

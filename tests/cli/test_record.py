@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 import yaml
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,6 +126,27 @@ def test_it_has_what_the_stack_records_itself(
     assert not ids[0] & ids[3], "a reset lies between"
     assert not {each for request in own for each in request.hash_ids} & ids[0]
     assert "person" not in trace.read_text() + (tmp_path / "own").read_text()
+
+
+def test_an_address_where_nothing_answers_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    assert main(["record", address, str(tmp_path / "t"), "--for", "50ms"]) == 2
+    assert f"no stack has answered at {address}" in capsys.readouterr().err
+
+
+def test_a_publisher_that_says_nothing_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+
+        def interrupt() -> None:
+            publisher.recv()  # the subscription: it comes after the handshake
+            signal.raise_signal(signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        assert main(["record", f"tcp://127.0.0.1:{port}", str(tmp_path / "t"), "--for", "60s"]) == 0
+        thread.join()
+    assert "0 requests" in capsys.readouterr().out
 
 
 def test_blocks_of_a_program_whose_hashes_end_alike_are_told_apart(tmp_path: Path) -> None:

@@ -240,6 +240,16 @@ def test_the_built_in_tiers_come_through_entry_points_alone() -> None:
         assert [tier.name for tier in origins[name].tiers] == [name]
 
 
+def test_a_source_tree_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", absent)
+    with pytest.raises(ConfigError, match=r"is not installed; install it: pip install ") as raised:
+        TierPlugins().resolve("nvme")
+    assert (Path(str(raised.value).rpartition(" ")[2]) / "tiered_kv").is_dir()
+
+
 def test_a_class_and_a_tier_type_are_found_by_their_names() -> None:
     tier_type = TierPlugins().resolve("tests.support.faulty:FourMethodTier")
     assert tier_type.load() is FourMethodTier

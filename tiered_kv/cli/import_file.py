@@ -50,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Status:
     if not args.file.is_file():
+        if args.file.exists():
+            raise ConfigError(f"'{args.file}' is no regular file: expected one of 'tiered-kv export'")
         raise ConfigError(f"there is no file '{args.file}'")
     target = place_of(args.target)
     with closing(ArchiveSource(args.file)) as archive:

@@ -22,7 +22,7 @@ from typing import NoReturn
 from tiered_kv import __version__
 from tiered_kv.cli.output import Status, print_json, print_text
 from tiered_kv.config.secrets import scrub
-from tiered_kv.errors import ConfigError, TieredKVError
+from tiered_kv.errors import ConfigError, MissingExtraError, TieredKVError
 
 _VERBS = {
     "check": "validate a stack's file, open every tier, show what each can do here",
@@ -86,8 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(given: Sequence[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for the words that complete a line
-        import argcomplete
-
+        try:
+            import argcomplete
+        except ImportError:
+            return _failed(f"error: {MissingExtraError('completion', 'completion')}", given, Status.ERROR)
         argcomplete.autocomplete(_parser(os.environ["COMP_LINE"].split()))  # which exits
     if not given:  # this is wrong usage, so the help shows all verbs
         _parser(given).print_help(sys.stderr)

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +26,7 @@ from tiered_kv.config.reading import fill_variables, from_source
 from tiered_kv.config.stack_config import EventSettings
 from tiered_kv.config.units import format_bytes
 from tiered_kv.config.validation import validate
-from tiered_kv.errors import ConfigError, MissingExtraError
+from tiered_kv.errors import ConfigError, MissingExtraError, TierUnavailableError
 from tiered_kv.hints import Hints
 from tiered_kv.stack.exporters.event_messages import ALL_BLOCKS_CLEARED
 from tiered_kv.stack.exporters.event_requests import NAME_BYTES, REQUEST_ASKED
@@ -79,10 +79,14 @@ def run(args: argparse.Namespace) -> Status:
         raise ConfigError(f"expected at least {format_bytes(RECORDING_BYTES_MIN)}", location="--size-max")
     recording = _Recording(TraceFile(path, args.size_max, 0, time.time()))
     try:
-        with _subscribed(address, topic) as socket, suppress(KeyboardInterrupt):
-            _follow(socket, recording, address, topic, args.duration_s)
+        with _subscribed(address, topic) as (socket, has_answered):
+            with suppress(KeyboardInterrupt):
+                _follow(socket, recording, address, topic, args.duration_s)
+            is_alive = bool(recording.requests or recording.lost) or has_answered()
     finally:
         recording.file.close()
+    if not is_alive:
+        raise TierUnavailableError(f"no stack has answered at {address}: {path} has no request")
     if args.json:
         print_json({"trace": str(path), "requests": recording.requests, "lost_messages": recording.lost})
     else:
@@ -114,7 +118,8 @@ def _source(where: str, topic: str | None) -> tuple[str, str]:
 
 
 @contextmanager
-def _subscribed(address: str, topic: str) -> Iterator[Any]:  # Any: a zmq.Socket
+def _subscribed(address: str, topic: str) -> Iterator[tuple[Any, Callable[[], bool]]]:  # Any: a zmq.Socket
+    """Yield a socket that follows a topic, and a function that says whether a publisher has ever answered there."""
     import zmq
 
     context = zmq.Context()
@@ -123,11 +128,13 @@ def _subscribed(address: str, topic: str) -> Iterator[Any]:  # Any: a zmq.Socket
         socket.ipv6 = "[" in address
         socket.maxmsgsize = MESSAGE_BYTES_MAX
         socket.setsockopt_string(zmq.SUBSCRIBE, topic)
+        # A publisher that has nothing to say has shaken hands, too.
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot connect to '{address}': {error.strerror}") from error
-        yield socket
+        yield socket, lambda: bool(monitor.poll(0))
     finally:
         context.destroy(linger=0)
 

@@ -21,9 +21,11 @@ import importlib.util
 import logging
 import pkgutil
 import re
+import shlex
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -255,6 +257,11 @@ class TierPlugins:
     def _unknown(self, name: str) -> str:
         broken = [f"; {each.origin} cannot be loaded: {each.error}" for each in self._states if each.error is not None]
         known, note = list(self.tier_types()), "".join(broken)
+        if not known and not _is_installed():
+            return (
+                f"unknown tier type '{name}': no tier is known here, since tiered_kv was imported from a folder and is "
+                f"not installed{note}; install it: pip install {shlex.quote(str(Path(__file__).parents[2]))}"
+            )
         return (
             f"unknown tier type '{name}'{suggestion(name, known)}; known: {', '.join(known) or 'none'}{note}; "
             "install the distribution that brings it, or name a class as 'module:Class'"
@@ -341,6 +348,14 @@ class TierPlugins:
 def _is_named(state: PluginState, name: str) -> bool:
     """Return whether a plugin's entry point, and one of its tier types, have this name."""
     return bool(state.distribution) and state.plugin == name and any(tier.name == name for tier in state.tiers)
+
+
+def _is_installed() -> bool:
+    try:
+        importlib.metadata.distribution("tiered-kv")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @functools.cache
