@@ -164,7 +164,7 @@ def readme(session: nox.Session) -> None:
         env={
             "PATH": f"{path}:{os.environ['PATH']}",
             "PIP_QUIET": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONDONTWRITEBYTECODE": "",  # the copy is ours, and the tests start many programs
             "PYTEST_ADDOPTS": " ".join(options(session, "readme")),
         },
         external=True,
@@ -181,15 +181,15 @@ def torch(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["install"])
 def slow(session: nox.Session) -> None:
-    """The slow tests, but for proofs and engines."""
+    """The slow tests, but for proofs and engines; those of random cases, of which the quick ones try fewer."""
     left_out = (f"--ignore={path}" for path in ("tests/trust", *ENGINE_TESTS))
-    pytest(session, "-m", "slow", *sample(200, 6), *left_out)
+    pytest(session, "-m", "slow or hypothesis", *sample(200, 8), *left_out)
 
 
 @nox.session(venv_backend="none", requires=["install"])
 def proofs(session: nox.Session) -> None:
     """The slow proofs of docs/explanation/guarantees.md; `-- --trust full` tries every case."""
-    pytest(session, "-m", "slow and trust", *sample(60, 4), "tests/trust")
+    pytest(session, "-m", "slow and trust", *sample(60, 5), "tests/trust")
 
 
 @nox.session(venv_backend="none")
@@ -204,7 +204,7 @@ def engines(session: nox.Session) -> None:
     own = {variable: str(place(session) / "engines" / name / "bin" / "python") for name, variable in ENGINES.items()}
     session.env.update(own)
     session.env["PYTHONDONTWRITEBYTECODE"] = ""  # an engine's modules are many, and the environments are ours
-    pytest(session, "-m", "slow", *sample(60, 5), *ENGINE_TESTS)
+    pytest(session, "-m", "slow", *sample(60, 8), *ENGINE_TESTS)
 
 
 @nox.session(venv_backend="none")

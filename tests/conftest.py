@@ -57,12 +57,12 @@ __all__ = [
     "tls_redis_server",
 ]
 
-# "repeatable" fails the same way on every machine, and is quick; HYPOTHESIS_PROFILE=explore looks for what it misses.
-# Neither fails because the machine is slow.
+# "quick", of a run without the slow tests, and "repeatable", of all others, fail the same way on every machine;
+# HYPOTHESIS_PROFILE=explore looks for what they miss. None fails because the machine is slow.
 _PATIENT = hypothesis.settings(deadline=None, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("quick", _PATIENT, derandomize=True, max_examples=16)
 hypothesis.settings.register_profile("repeatable", _PATIENT, derandomize=True, max_examples=40)
 hypothesis.settings.register_profile("explore", _PATIENT, max_examples=1000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 _CASES = pytest.StashKey[Counter[str]]()
@@ -108,6 +108,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[FIGURES] = Figures()
+    profile = "quick" if "not slow" in config.option.markexpr else "repeatable"  # before tests are imported
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", profile))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -131,7 +131,7 @@ CHAIN = st.lists(st.integers(0, 3), max_size=5).map(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples // 2)
 @given(
     st.lists(
         st.builds(

@@ -163,6 +163,7 @@ class PolicyMachine(RuleBasedStateMachine):
         return list(dict.fromkeys(prefixes[pick % len(prefixes)] for pick in picks)) if prefixes else []
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("has_pins", [False, True], ids=["plain", "pins"])
 @pytest.mark.parametrize("policy_name", BUILT_IN_POLICIES)
 def test_a_policy_keeps_its_promises_in_any_order_of_events(

@@ -217,6 +217,7 @@ class SharesMachine(RuleBasedStateMachine):
         return list(dict.fromkeys(keys[pick % len(keys)] for pick in picks)) if keys else []
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("policy_name", BUILT_IN_POLICIES)
 def test_shares_hold_in_any_order_of_events(policy_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(density, "LEARN_EVERY", 12)

@@ -176,7 +176,7 @@ class DirectMachine(RuleBasedStateMachine):
 def case_of(tier_type: str) -> Any:
     machine = type(f"Direct{tier_type.title()}", (DirectMachine,), {"tier_type": tier_type})
     case: Any = machine.TestCase  # type: ignore[attr-defined]
-    case.settings = settings(max_examples=10, stateful_step_count=30)
+    case.settings = settings(max_examples=settings().max_examples // 4, stateful_step_count=30)
     return case
 
 

@@ -38,6 +38,7 @@ def opened(path: Path, tier: str = "", codec: str = "none", *, blocks: int = 16)
     return open_stack(stack_of(*([entry] if tier else []), block_bytes=BLOCK_BYTES, blocks=blocks))
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize(
     ("tier", "codec"),
     [("", "none"), ("memory", "none"), *((tier, codec) for tier in ("nvme", "fs") for codec in CODECS)],
@@ -46,7 +47,7 @@ def test_values_come_back_as_they_are(tmp_path: Path, tier: str, codec: str) -> 
     known: dict[bytes, bytes] = {}
     with opened(tmp_path, tier, codec) as stack:
 
-        @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+        @settings(max_examples=settings().max_examples // 3, suppress_health_check=[HealthCheck.differing_executors])
         @given(VALUES, st.booleans())
         def check(values: dict[bytes, bytes], leaves_memory: bool) -> None:
             assert stack.values.put_many(values, timeout=WAIT_S) == len(values)

@@ -446,7 +446,7 @@ class OrdersMachine(RuleBasedStateMachine):
 
 
 TestOrders = OrdersMachine.TestCase
-TestOrders.settings = hypothesis_settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestOrders.settings = hypothesis_settings(stateful_step_count=30)
 
 
 @pytest.mark.parametrize("ask", [0, 3, 12])

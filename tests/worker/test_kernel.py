@@ -98,7 +98,6 @@ def check_interpreted(kernel: Any, some: Runs, seed: int, sizes: dict[str, int])
     assert np.array_equal(source, unchanged)
 
 
-@settings(max_examples=40)
 @given(
     some=runs(12, 300),
     seed=st.integers(0, 99),
@@ -112,7 +111,7 @@ def test_it_copies_what_a_loop_over_slices_copies(
     check_interpreted(interpreted, some, seed, {"programs": programs, "piece_bytes": piece, "pieces": pieces})
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings().max_examples // 5)
 @given(some=runs(3, 2 << 20), seed=st.integers(0, 99))
 def test_it_copies_long_runs(interpreted: Any, some: Runs, seed: int) -> None:
     check_interpreted(interpreted, some, seed, {})

@@ -336,7 +336,7 @@ def test_a_read_that_fails_costs_the_file_only(saved: StoreBench, monkeypatch: p
     reopened(saved, used=False)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=settings().max_examples // 4)
 @given(st.data())
 def test_after_any_ends_it_has_the_blocks_that_were_there(bench: StoreBench, data: st.DataObject) -> None:
     """Stores, evictions, resets, crashes and clean ends: after a clean end exactly the blocks from before are found."""
