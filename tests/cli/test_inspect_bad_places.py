@@ -110,10 +110,11 @@ def files_of_blocks(alice: Tenant) -> list[Path]:
     return sorted(path for path in alice.path.rglob("*") if path.is_file() and path.name != "index")
 
 
+@pytest.mark.parametrize("every", [21, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("alice", ["nvme", "fs"], indirect=True)
-def test_of_a_disk_that_is_away_no_repair_takes_a_block_out(alice: Tenant, bad_files: BadFiles) -> None:
+def test_of_a_disk_that_is_away_no_repair_takes_a_block_out(alice: Tenant, bad_files: BadFiles, every: int) -> None:
     files = files_of_blocks(alice)
-    for transfers in range(0, 64, 3):  # it goes away later and later
+    for transfers in range(0, 64, every):  # it goes away later and later
         bad_files.transfers_before = transfers
         bad_files.reads.append(BadPlace(alice.path))
         alice.inspect("--verify", "--repair")

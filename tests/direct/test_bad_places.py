@@ -74,11 +74,11 @@ def test_a_place_that_refuses_writes_never_opens_the_breaker(
     open_host: Callable[..., Host], bad_files: BadFiles, tmp_path: Path, code: int
 ) -> None:
     bad_files.code = code
-    host = open_host("nvme", segment=8 << 20)
-    assert all(host.store(host.keys(job)) == JOB_BLOCKS for job in range(80))
+    host = open_host("nvme", capacity=24 << 20, segment=2 << 20)
+    assert all(host.store(host.keys(job)) == JOB_BLOCKS for job in range(30))
     segment = sorted((tmp_path / "kv").glob("segment-*"))[3]
-    bad_files.writes.append(BadPlace(segment, 1 << 20, 2 << 20))
-    assert all(host.store(host.keys(job)) == JOB_BLOCKS for job in range(100, 200))
+    bad_files.writes.append(BadPlace(segment, 512 << 10, 1 << 20))
+    assert all(host.store(host.keys(job)) == JOB_BLOCKS for job in range(100, 140))
     assert bad_files.refused > 0
     assert host.count("breaker_opened_total") == 0
 

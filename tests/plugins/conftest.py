@@ -208,7 +208,7 @@ def open_rig(
     def open_one(namespace: bytes = DIGEST, **changes: int) -> TierRig:
         chosen = {**sizes, **changes}
         entry = {"type": "fs", "path": str(path), "capacity": chosen["capacity"], "threads": 4, "job_timeout": "120s"}
-        rig = rig_of(entry, block_bytes=chosen["block_bytes"], num_blocks=512, namespace=namespace)
+        rig = rig_of(entry, block_bytes=chosen["block_bytes"], num_blocks=256, namespace=namespace)
         return closing.enter_context(contextlib.closing(rig))
 
     return open_one

@@ -17,11 +17,13 @@ from tiered_kv.errors import TieredKVError
 BAD = re.compile(r"\[Errno|\(\d+\)|(?:denied|system|error): \d+")
 
 
+@pytest.mark.one_quick(3)
 @pytest.mark.parametrize("kind", ["nvme", "fs"])
 @pytest.mark.parametrize("name", [*CALLS, "flock"])
 def test_a_refused_call_is_told_with_path_and_word(
     tmp_path: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("tiered_kv_fs.tier._ROOM_TIMEOUT_MAX_S", 0.5)  # or each waits so long for what is refused
     alice = Tenant("alice", tmp_path, {"type": kind, "path": str(tmp_path / "kv"), "capacity": 64 << 20})
     module = fcntl if name == "flock" else os
     call = getattr(module, name)

@@ -118,6 +118,7 @@ def test_a_request_that_asks_again_and_misses_another_block_between_two_counts_i
     engine.end(context)
     assert blocks(stack, "cpu") == (1, 3)
     assert misses(stack, "disk") == {"absent": 2, "failed": 1}
+    tier.let_go()  # or the end of the stack waits for the store
 
 
 def test_a_block_that_was_found_and_not_loaded_is_neither_hit_nor_miss(stack: Stack) -> None:

@@ -97,6 +97,7 @@ def purge(path: Path, digest: bytes) -> tuple[int | None, tuple[str, ...]]:
     return purged.blocks, purged.left
 
 
+@pytest.mark.one_quick(2)
 def test_old_blocks_give_way_to_new_ones(open_rig: OpenRig, path: Path, disk: SmallDisk) -> None:
     rig = open_rig()
     old = make_keys(BLOCKS, "old")
@@ -112,6 +113,7 @@ def test_old_blocks_give_way_to_new_ones(open_rig: OpenRig, path: Path, disk: Sm
     assert 0 < len(rig.load([key for key in old if rig.lookup(key)])) < BLOCKS
 
 
+@pytest.mark.one_quick(2)
 def test_a_full_disk_is_opened_reset_and_purged(open_rig: OpenRig, path: Path, disk: SmallDisk) -> None:
     rig = open_rig()
     keys = make_keys(BLOCKS)
@@ -135,6 +137,7 @@ def test_a_full_disk_is_opened_reset_and_purged(open_rig: OpenRig, path: Path, d
     assert fs_blocks(path) == []
 
 
+@pytest.mark.one_quick(5)
 @pytest.mark.parametrize("is_claimed", [False, True])
 def test_a_directory_without_a_block_on_a_full_disk_fails_stores_until_there_is_space(
     open_rig: OpenRig, path: Path, disk: SmallDisk, is_claimed: bool
@@ -154,6 +157,7 @@ def test_a_directory_without_a_block_on_a_full_disk_fails_stores_until_there_is_
     assert all(rig.lookup(key) for key in keys)
 
 
+@pytest.mark.one_quick(2)
 def test_two_tiers_store_on_a_full_disk(open_rig: OpenRig, path: Path, disk: SmallDisk) -> None:
     rigs = open_rig(), open_rig()
     assert all(rig.store(make_keys(BLOCKS // 2, f"old-{at}")).success for at, rig in enumerate(rigs))
@@ -207,7 +211,7 @@ def test_a_block_that_cannot_be_deleted_is_passed_over_with_one_warning(
     stuck.update(map(str, fs_blocks(path)))
     for name in stuck:
         os.utime(name, (1, 1))  # the first to evict
-    for number in range(40):
+    for number in range(20):
         assert rig.store(make_keys(8, f"more-{number}")).success
     assert all(os.path.exists(name) for name in stuck)
     (line,) = [text for text in caplog.messages if "cannot be deleted" in text]

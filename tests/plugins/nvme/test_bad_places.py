@@ -35,6 +35,7 @@ def place(store: SegmentStore, key: OffloadKey) -> tuple[int, int, int]:
 # Writes.
 
 
+@pytest.mark.one_quick(7)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ENODATA, errno.EREMOTEIO, errno.EPERM])
 @pytest.mark.parametrize("bad", [MIDDLE, (PAGE_BYTES, SEGMENT_BYTES), WHOLE], ids=["middle", "batches", "file"])
 def test_a_place_that_refuses_writes_costs_no_store(bench: StoreBench, code: int, bad: tuple[int, int]) -> None:
@@ -56,7 +57,7 @@ def test_a_bad_place_in_every_segment_costs_no_store(bench: StoreBench) -> None:
     store = bench.open_ready(disk)
     bench.fill(store)
     disk.writes = [(slot, *MIDDLE) for slot in range(100)]
-    for number in range(300):
+    for number in range(160):
         assert bench.put(store, make_keys(10, f"few {number}")).successful_keys is None
     stats = store.stats()
     assert stats["refused_places_total"] == stats["left_out_segments"] == stats["segments"]
@@ -95,12 +96,12 @@ def test_a_place_that_takes_writes_again_is_used_again(bench: StoreBench, monkey
     store = bench.open_ready(disk)
     bench.fill(store)
     disk.writes = [(3, PAGE_BYTES, SEGMENT_BYTES)]
-    bench.fill(store, range(100, 160))
+    bench.fill(store, range(100, 130))
     assert store.stats()["left_out_segments"] == 1
     disk.writes = []
     for module in ("pool", "segment"):
         monkeypatch.setattr(f"tiered_kv_nvme.{module}.LEFT_OUT_S", 0.0)
-    bench.fill(store, range(200, 260))
+    bench.fill(store, range(200, 230))
     assert store.stats()["left_out_segments"] == 0
     assert any(slot_of(at) == 3 for _, at in store.pool.index.places.items())
 

@@ -65,6 +65,7 @@ def purged(bench: StoreBench) -> Purged:
     return NvmeAdministration(settings).purge(DIGEST.hex(), time.monotonic() + 60.0)
 
 
+@pytest.mark.one_quick(3)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("missing", [(), *((name,) for name in SMALL_FILES), SMALL_FILES])
 def test_a_full_disk_opens_stores_evicts_and_is_purged(

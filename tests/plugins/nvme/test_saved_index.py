@@ -181,12 +181,13 @@ def test_a_process_that_ends_while_it_saves_leaves_nothing_that_is_used(saved: S
     reopened(saved, used=False)
 
 
-def test_each_byte_of_it_counts(saved: StoreBench) -> None:
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_each_byte_of_it_counts(saved: StoreBench, every: int) -> None:
     data = index_of(saved).read_bytes()
     saved.close()
     size = len(data)
     places = [*range(0, 128, 5), 200, PAGE_BYTES - 1, PAGE_BYTES, *range(PAGE_BYTES + 3, size, size // 40), size - 1]
-    for at in places:
+    for at in places[::every]:
         changed = bytearray(data)
         changed[at] ^= 1 << at % 8
         index_of(saved).write_bytes(changed)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -304,7 +304,6 @@ def test_a_connection_that_cannot_be_taken_does_not_end_the_server(
     monkeypatch.setattr(server_module, "_RETRY_S", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(greeting, "handle_request", lambda: 1 // 0)
-        with suppress(OSError):  # the server waits for a connection
-            raw(greeting, b"")
-        wait_until(lambda: "was not answered" in caplog.text)
+        with socket.create_connection((greeting.host, greeting.port), timeout=TIMEOUT_S):
+            wait_until(lambda: "was not answered" in caplog.text)
     assert raw(greeting, b"GET / HTTP/1.0\r\n\r\n")
