@@ -99,7 +99,7 @@ def test_the_last_written_segments_are_the_hottest(source: Tenant, tmp_path: Pat
 
 
 def test_a_tier_with_a_capacity_gets_no_more_than_it_keeps(source: Tenant, tmp_path: Path, copy: Command) -> None:
-    source.store(3000, first=1000)
+    source.store(2200, first=1000)
     target = tenant(tmp_path / "target", "fs", capacity="8MiB")
     done = copy.json(str(source.file), str(target.file))
     assert done["left_out"]["blocks"] > 0

@@ -113,11 +113,12 @@ def flipped(data: bytes, at: int, bit: int = 1) -> bytes:
     return data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :]
 
 
+@pytest.mark.parametrize("examples", [4, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_flipped_byte_costs_its_own_block_or_the_file(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], examples: int
 ) -> None:
     sound, draw = file.read_bytes(), random.Random(3)
-    for number in range(12):
+    for number in range(examples):
         file.write_bytes(flipped(sound, draw.randrange(len(sound)), 1 << draw.randrange(8)))
         target = tenant(tmp_path / f"target-{number}")
         status = main(["import", str(file), str(target.file), "--json"])

@@ -397,6 +397,7 @@ def test_output_that_cannot_be_written_is_an_error() -> None:
     assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_traceback() -> None:
     process = subprocess.Popen([*COMMAND, "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -407,6 +408,7 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     assert process.wait(timeout=300) == 2
 
 
+@pytest.mark.slow
 def test_output_that_was_closed_is_no_error() -> None:
     done = subprocess.run(
         [*COMMAND, "schema"], preexec_fn=lambda: os.close(1), capture_output=True, timeout=300, check=False

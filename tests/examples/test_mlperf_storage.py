@@ -74,6 +74,7 @@ def run(folder: Path, *options: str, directory: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_benchmark_s_values_are_read_back_from_the_tier(tmp_path: Path) -> None:
     package = tmp_path / "benchmark" / "kv_cache"
     package.mkdir(parents=True)

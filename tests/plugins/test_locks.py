@@ -145,6 +145,7 @@ def test_a_late_error_of_a_lock_s_file_fails_nothing(open_rig: OpenRig, monkeypa
     assert not rig.tier.stats()["failed_calls_total"]
 
 
+@pytest.mark.one_quick(2)
 @pytest.mark.parametrize("name", ["pwrite", "pread"])
 def test_a_lock_whose_descriptor_fails_is_a_lost_one_of_which_a_tier_says_once_what_to_do(
     open_rig: OpenRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str

@@ -194,6 +194,7 @@ def test_a_server_reads_what_a_process_has_sent_before_it_ended(tmp_path: Path) 
         wait_until(lambda: served.count(lambda host: host.epoch) == 1)
 
 
+@pytest.mark.slow
 def test_a_reset_behind_what_a_client_may_not_send_is_carried_out(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         served.engine().store(KEYS)

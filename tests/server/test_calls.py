@@ -74,6 +74,7 @@ def test_a_put_whose_time_is_over_counts_what_it_has_stored(tmp_path: Path, monk
         assert cache.put(hashes, np.zeros((600, BLOCK_BYTES), np.uint8), timeout=WAIT_S) == 600
 
 
+@pytest.mark.one_quick(2)
 @pytest.mark.parametrize("programs", [1, 2])
 def test_threads_of_programs_get_all_that_is_stored(tmp_path: Path, programs: int) -> None:
     nvme = {"type": "nvme", "path": str(tmp_path / "kv"), "capacity": "64MiB"}

@@ -243,6 +243,7 @@ class Hanging(FourMethodTier):
         time.sleep(WAIT_S)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_ended_while_it_opens_its_stack_leaves_no_socket(tmp_path: Path) -> None:
     (tmp_path / "stack.yaml").write_text(json.dumps(stack_of(secondary=[{"type": f"{__name__}:Hanging"}])))
     command = [sys.executable, "-m", "tiered_kv", "serve", f"{tmp_path}/stack.yaml", "--socket", f"{tmp_path}/a.sock"]

@@ -77,6 +77,7 @@ signal.pause()
             os.kill(forked, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_an_engine_whose_worker_was_killed_goes_on_and_uses_the_next_one(tmp_path: Path) -> None:
     program = """
 import signal, sys
@@ -102,6 +103,7 @@ signal.pause()
                 assert served.count(lambda host: host.leases) == len(KEYS)
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_stopped_keeps_its_rows(tmp_path: Path) -> None:
     with serving(tmp_path) as served, engine_process(served, "first") as process:
         process.send_signal(signal.SIGSTOP)

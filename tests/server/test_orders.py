@@ -135,6 +135,7 @@ def test_an_engine_is_told_of_blocks_that_it_waits_for_after_others_have_come() 
     host.close(1.0)
 
 
+@pytest.mark.one_quick(2)
 @pytest.mark.parametrize("passed_s", [0.0, 2 * RESET_S])
 def test_a_reset_that_a_killed_server_has_not_written_is_made_again(tmp_path: Path, passed_s: float) -> None:
     folder, before = tmp_path / "nvme", tmp_path / "before"

@@ -268,6 +268,7 @@ def test_a_server_that_dies_before_its_tiers_have_a_reset_resets_again(
         assert found(tmp_path) == 0
 
 
+@pytest.mark.one_quick(2)
 @pytest.mark.parametrize("damage", [b"", b"odd", b"\0" * 7, b"\xff" * 30])
 def test_a_damaged_file_counts_as_a_reset(tmp_path: Path, damage: bytes) -> None:
     with serving(tmp_path, stack_in(tmp_path)) as served:

@@ -47,6 +47,7 @@ def put_all(stack: Stack, values: int, blocks: int) -> None:
     assert stack.flush(WAIT_S)
 
 
+@pytest.mark.one_quick(2)
 @pytest.mark.parametrize(
     ("rows", "blocks", "threads", "tiers"),
     [

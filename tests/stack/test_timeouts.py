@@ -44,6 +44,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
             yield stack.enter_context(open_stack(stack_of({"type": "memory", "capacity": "1MiB", **PATIENT})))
 
 
+@pytest.mark.one_quick(3)
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_what_is_no_number_of_seconds_is_an_error_and_ends_nothing(opened: Any, odd: Any) -> None:
     error = ValueError if isinstance(odd, float) else TypeError

@@ -221,12 +221,12 @@ class TestGcsTierWithCompression(TestGcsTier):
     compressible = True
 
 
+@pytest.mark.slow  # it differs from gcs in its requests, which the tests of both in tests/plugins/object try
 class TestAzureTier(OfPlace):
     kind = "azure"
     survives_reopen = True
 
 
-@pytest.mark.slow
 class TestAzureTierOnAzurite(TestAzureTier):
     wait_s = 60.0
 

@@ -88,6 +88,7 @@ def store_and_wait() -> None:
         assert process.load(KEYS) == len(KEYS)
 
 
+@pytest.mark.slow
 def test_a_process_finds_what_a_killed_one_has_stored(tmp_path: Path) -> None:
     with serving(tmp_path) as served:
         with Child(store_and_wait, served.address) as child:

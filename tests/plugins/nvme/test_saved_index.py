@@ -151,6 +151,7 @@ def test_without_room_or_time_none_is_saved(bench: StoreBench) -> None:
     assert not index_of(bench).exists()
 
 
+@pytest.mark.one_quick(4)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_a_disk_that_refuses_it_costs_the_file_only(
@@ -222,6 +223,7 @@ def with_field(data: bytes, at: int, form: str, value: int) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.one_quick(3)
 @pytest.mark.parametrize(
     ("at", "form", "values"),
     [

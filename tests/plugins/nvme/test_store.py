@@ -402,7 +402,7 @@ def test_a_full_collection_visits_no_more_with_many_stored_blocks_than_with_few(
     store.close()
     at_first = visited()
     store = bench.open_ready()
-    before, batches = visited(), 60
+    before, batches = visited(), 30
     opening = before - at_first  # what a store has without a block
     bench.fill(store, range(2, batches))
     blocks = count_found(bench, store, batches)

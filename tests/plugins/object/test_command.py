@@ -26,6 +26,7 @@ def stack_file(folder: Path, cloud: FakeS3, **top: object) -> str:
     return str(file)
 
 
+@pytest.mark.one_quick(2)
 def test_an_engine_s_stack_is_checked_and_measured_and_nothing_stays(
     cloud: FakeS3, tmp_path: Path, command: Command
 ) -> None:
@@ -47,6 +48,7 @@ def test_a_bench_says_that_its_blocks_are_left(cloud: FakeS3, tmp_path: Path, co
     assert not any("/blocks/" in each for each in cloud.objects)
 
 
+@pytest.mark.one_quick(2)
 def test_a_stack_is_replayed_inspected_and_purged(cloud: FakeS3, tmp_path: Path, command: Command) -> None:
     block = {"bytes": "4KiB", "tokens": 16}
     file = stack_file(tmp_path, cloud, namespace={"model": "m"}, block=block)

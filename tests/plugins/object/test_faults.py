@@ -366,6 +366,7 @@ with FakeGCS() as server:
 """
 
 
+@pytest.mark.slow
 def test_a_request_of_a_forked_process_ends_and_its_parent_goes_on() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _INHERITS], capture_output=True, text=True, timeout=300
@@ -373,6 +374,7 @@ def test_a_request_of_a_forked_process_ends_and_its_parent_goes_on() -> None:
     assert (done.stdout.strip(), done.returncode) == ("7", 0), done.stderr
 
 
+@pytest.mark.slow
 def test_requests_end_after_a_fork_although_other_code_had_used_the_library() -> None:
     with FakeGCS() as server:
         done = subprocess.run(

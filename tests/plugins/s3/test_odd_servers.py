@@ -67,7 +67,7 @@ def stored_in(server: FakeS3) -> set[str]:
     return {target for target in server.objects if "/blocks/" in target}
 
 
-QUICK = ("no_multi_delete", "no_single_delete")
+QUICK = ("no_multi_delete",)
 ROWS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*ODD, *AT_FIRST)]
 
 
@@ -186,6 +186,7 @@ def test_one_retained_object_keeps_no_others_and_the_rest_counts_as_removed(serv
     assert "1 entries were found" in purged.left[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_confirms_deletes_that_it_did_not_make_is_found_out(
     server: FakeS3, caplog: pytest.LogCaptureFixture
 ) -> None:

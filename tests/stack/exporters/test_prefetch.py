@@ -199,6 +199,7 @@ def test_a_token_that_is_short_or_cannot_be_sent_is_refused(token: str) -> None:
 # What is refused.
 
 
+@pytest.mark.one_quick(3)
 @pytest.mark.parametrize(
     "body",
     [

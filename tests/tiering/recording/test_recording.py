@@ -88,6 +88,7 @@ def written(path: Path) -> list[dict[str, Any]]:
 # What was measured.
 
 
+@pytest.mark.one_quick(2)
 @pytest.mark.parametrize("audit", [0.0, 0.01])
 def test_a_simulation_of_a_recording_hits_what_was_hit(path: Path, audit: float) -> None:
     config = load_config(stacks.stack_of(MEMORY, blocks=128, record=str(path), audit=audit))
@@ -309,6 +310,7 @@ for number in range(10**6):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_a_trace_that_can_be_read(path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=Path(__file__).parents[3], timeout=300)
     assert done.returncode == -9
