@@ -38,8 +38,8 @@ def servers() -> None:
 def test_a_soak_keeps_every_promise(tmp_path: Path, profile: Profile, figures: Figures) -> None:
     if profile is Profile.FULL:
         settings = SoakSettings(seconds=600.0, seed=1, kinds_min=12)
-    else:  # with recovery about a minute
-        settings = SoakSettings(seconds=40.0, seed=1, warm_s=5.0, fault_s=1.5, quiet_s=0.7, kinds_min=4)
+    else:  # with recovery about half a minute
+        settings = SoakSettings(seconds=20.0, seed=1, warm_s=5.0, fault_s=1.5, quiet_s=0.7, kinds_min=4)
     report = run(settings, tmp_path)
     text = "\n".join(report.lines())
     seconds = max(1, round(report.seconds))

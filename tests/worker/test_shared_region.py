@@ -145,6 +145,7 @@ def test_what_the_file_has_no_room_for_is_refused(name: str, parties: int, note:
         SharedFile(name, "0", [str(party) for party in range(parties)], note)
 
 
+@pytest.mark.slow
 def test_a_party_that_was_killed_is_missing_again(name: str) -> None:
     kill(hold(name, "worker 0"))
     scheduler = join(name, "scheduler")
