@@ -265,7 +265,7 @@ def quick(session: nox.Session, python: str, wanted: list[str], *tests: str) -> 
     environment = place(session) / session.name
     own_environment(session, environment, python, "--compile-bytecode", *wanted)
     session.run(str(environment / "bin" / "python"), "--version", external=True)
-    command = (str(environment / "bin" / "pytest"), *options(session, session.name), "-m", "not slow", *sample(60, 6))
+    command = (str(environment / "bin" / "pytest"), *options(session, session.name), "-m", "not slow", *sample(60, 8))
     own = {"HYPOTHESIS_STORAGE_DIRECTORY": str(environment / "hypothesis"), "PYTHONDONTWRITEBYTECODE": "1"}
     session.run(*LIMIT, *command, *tests, *session.posargs, env=own, external=True)
 
