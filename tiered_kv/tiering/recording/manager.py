@@ -88,5 +88,7 @@ class RecordingAuditedManager(RecordingManager, AuditedManager):
 def session_of(req_context: ReqContext) -> str:
     """Return the session that a request's parameters name; empty if they name none."""
     params = req_context.kv_transfer_params
+    if params is None:
+        return ""
     session = params.get(SESSION_KEY) if isinstance(params, Mapping) else None
     return session[:_SESSION_CHARACTERS_MAX] if isinstance(session, str) else ""

@@ -58,6 +58,10 @@ class _Call(Enum):
     """Calls before this one were lost."""
 
 
+# Names of the module: a member of an enum costs the manager's thread longer to find.
+_BEGIN, _USE, _END = _Call.BEGIN, _Call.USE, _Call.END
+
+
 class RequestSink(Protocol):
     """Takes the requests of a recorder, on its thread: a trace file, or the publisher of events."""
 
@@ -92,7 +96,8 @@ class Recorder:
     def __init__(self, *sinks: RequestSink) -> None:
         self._sinks = sinks
         # Written by the manager's thread.
-        self._queue: deque[tuple[_Call, str, Any]] = deque()  # Any: keys, or a request that begins
+        self._queue: deque[tuple[_Call, str, Any]] = deque()  # Any: keys, or the arguments of `begin`
+        self._append = self._queue.append
         self._added_keys = self._lost_requests = 0
         self._has_gap = False
         # Written by the recorder's thread.
@@ -111,30 +116,33 @@ class Recorder:
     # The manager's thread.
 
     def begin(self, req_id: str, session: str, hints: Hints, now_s: float) -> None:
-        if not self._add(_Call.BEGIN, req_id, AskedRequest(req_id, now_s, session, hints)):
+        if self._has_room():
+            self._append((_BEGIN, req_id, (now_s, session, hints)))
+        else:
             self._lost_requests += 1
 
     def use(self, req_id: str, keys: Collection[OffloadKey]) -> None:
         """Note blocks that a request loads, or has computed; their order is that of its prefix."""
-        if keys and self._add(_Call.USE, req_id, tuple(keys)):
+        if keys and self._has_room():
+            self._append((_USE, req_id, tuple(keys)))
             self._added_keys += len(keys)
 
     def end(self, req_id: str) -> None:
-        self._add(_Call.END, req_id, None)
+        if self._has_room():
+            self._append((_END, req_id, None))
 
     def reset(self) -> None:
         """Note that all blocks are forgotten: the same keys are other blocks from now on."""
-        self._queue.append((_Call.RESET, "", None))  # rare, and needed even without room
+        self._append((_Call.RESET, "", None))  # rare, and needed even without room
 
-    def _add(self, call: _Call, req_id: str, what: object) -> bool:
-        queue = self._queue
-        if len(queue) >= QUEUE_CALLS_MAX or self._added_keys - self._taken_keys > QUEUE_KEYS_MAX:
+    def _has_room(self) -> bool:
+        """Return whether the queue takes a call; if not, note the gap, which goes before the next one that it takes."""
+        if len(self._queue) >= QUEUE_CALLS_MAX or self._added_keys - self._taken_keys > QUEUE_KEYS_MAX:
             self._has_gap = True
             return False
         if self._has_gap:
             self._has_gap = False
-            queue.append((_Call.GAP, "", None))
-        queue.append((call, req_id, what))
+            self._append((_Call.GAP, "", None))
         return True
 
     def measure(self) -> Iterator[tuple[str, list[Family]]]:
@@ -201,8 +209,8 @@ class Recorder:
             self._taken_keys += len(what)
             self._requests.use(req_id, what)
         elif call is _Call.BEGIN:
-            self._requests.begin(what)
-            self._seen_s = what.began_s
+            self._requests.begin(AskedRequest(req_id, *what))
+            self._seen_s = what[0]
         elif call is _Call.END:
             self._requests.end(req_id)
             self._write_ready()
