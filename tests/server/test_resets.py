@@ -67,6 +67,7 @@ stack.reset_cache()
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_reset_asked_for_while_the_server_is_away_outlives_its_process(tmp_path: Path) -> None:
     for kind in ("nvme", "fs"):
         folder = tmp_path / kind

@@ -273,6 +273,7 @@ def test_a_tier_that_raises_is_counted_and_used_on(method: str) -> None:
     assert bench.jobs == [keys(1)]
 
 
+@pytest.mark.one_quick(2)
 @pytest.mark.parametrize("tier_type", ["nvme", "fs", "memory"])
 def test_what_every_request_uses_outlives_what_none_uses_again(tier_type: str, tmp_path: Path) -> None:
     place = {} if tier_type == "memory" else {"path": str(tmp_path / "kv")}
