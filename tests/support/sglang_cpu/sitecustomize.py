@@ -1,13 +1,15 @@
 """Lets SGLang run on a CPU: every interpreter with this directory on its path replaces what has no CPU build.
 
 Missing kernels: their modules have a class for each name, and using one is an error. HiCache has no copies between a
-host pool and a device pool in CPU memory: they are added when SGLang's modules are loaded.
+host pool and a device pool in CPU memory: they are added when SGLang's modules are loaded. A build of torch for GPUs
+brings NCCL, which SGLang would use between its ranks wherever it finds it.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -107,4 +109,5 @@ class Completing(importlib.abc.MetaPathFinder):
         return spec
 
 
+os.environ.setdefault("SGLANG_NCCL_SO_PATH", "/dev/null")
 sys.meta_path[:0] = [StandIns(), Completing()]
