@@ -124,8 +124,8 @@ def test_put_and_get_take_hints(stack: Stack) -> None:
     put(stack, keys)
     assert stack.get(wanted, blocks, WAIT_S, hints={"skip": "load"}) == 0
     assert stack.get(wanted, blocks, WAIT_S, hints={"priority": 1, "ttl": 60}) == 4
-    with pytest.raises(ValueError, match="priority"):
-        stack.get(wanted, blocks, hints={"priority": 7})
+    assert stack.get(wanted, blocks, WAIT_S, hints={"priority": 7}) == 4
+    assert stack.counters()["cpu"]["refused_hints_total"] == 1
 
 
 def test_a_skipped_load_is_a_miss_by_request_in_every_tier(stack: Stack) -> None:
