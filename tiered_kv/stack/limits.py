@@ -55,7 +55,7 @@ def _read(path: Path) -> Mapping[str, str]:
     """Return the limits in a file of changes.
 
     Raises:
-        FormatError: It is none. `_NewerError`: a newer release has written it.
+        FormatError: It is none. `_OtherVersionError`: another release has written it.
         OSError: It cannot be read.
     """
     data = read_file(os.fspath(path), FILE_BYTES_MAX)
