@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from unittest import mock
 
 import numpy.random  # noqa: F401  # what is imported here is not imported by the forked processes
@@ -34,8 +34,9 @@ from tests.support import crash_server
 from tests.support.crash_scenario import CrashScenario
 from tests.support.crash_server import Case, CrashServer, problems_of
 from tests.support.host_engine import rounds
-from tests.support.host_server import WAIT_S, Engine, content_of, keys_of, stack_of
+from tests.support.host_server import BLOCK_BYTES, WAIT_S, Engine, content_of, keys_of, stack_of
 from tests.support.syscalls import Call, Ended, TracedChild, record, run_with_fault
+from tiered_kv.server import served_stack
 from tiered_kv.server.attach import Attachment
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.protocol import Hello
@@ -93,10 +94,22 @@ class Board:
         return self._numbers[2]
 
 
-def serve(folder: Path, board: Board, rows: int = ROWS, *, until_left: bool = False) -> None:
+def serve_patiently(folder: Path, board: Board, *, until_left: bool = False) -> None:
+    """Serve so that a slow machine makes engines wait, and makes no miss of a block that the tier takes or has."""
+    stack = _stack_of(folder, ROWS, store_budget=ROWS * BLOCK_BYTES)
+    stack["primary"]["request_wait"] = WAIT_S  # with store_budget: a store waits for a row, none is skipped
+    with mock.patch.object(served_stack, "ANSWER_S", WAIT_S):
+        serve(folder, board, stack, until_left=until_left)
+
+
+def _stack_of(folder: Path, rows: int, **more: object) -> dict[str, Any]:
+    nvme = {"type": "nvme", "path": str(folder / "kv"), "capacity": "1MiB", "segment": "64KiB", "threads": 1, **more}
+    return stack_of(rows, secondary=[nvme])
+
+
+def serve(folder: Path, board: Board, stack: dict[str, Any], *, until_left: bool = False) -> None:
     """Serve; with `until_left` until the first engines have ended."""
-    nvme = {"type": "nvme", "path": str(folder / "kv"), "capacity": "1MiB", "segment": "64KiB", "threads": 1}
-    namespaces = Namespaces(stack_of(rows, secondary=[nvme]))
+    namespaces = Namespaces(stack)
     namespaces.open_own()
     server = CacheServer(listen(folder / "s"), namespaces)
     (host,) = namespaces.stacks
@@ -108,7 +121,7 @@ def serve(folder: Path, board: Board, rows: int = ROWS, *, until_left: bool = Fa
         used = {*granted, *(block.block_id for block in blocks)}
         assert len(used) == len(granted) + len(blocks), "a row has two uses"
         free = primary.backend.get_num_free_blocks()
-        assert len(used) + free <= rows, "a row is in use and free"
+        assert len(used) + free <= primary.backend.num_blocks, "a row is in use and free"
         board.note(host.sessions, free + sum(block.ref_cnt == 0 for block in blocks))
         server.serve_once(0.001 if host.is_busy else 0.05)
     server.close()
@@ -190,7 +203,7 @@ class HostCrashServer(CrashServer):
         return ended, loaded, [*problems, *problems_of(ended, kills=True)]
 
     def _kill_engine(self, work: Work, run: Run, problems: list[str]) -> tuple[Ended, int]:
-        with self._child("server", partial(serve, self._folder, self._board), problems):
+        with self._child("server", partial(serve_patiently, self._folder, self._board), problems):
             wait_until(lambda: self._board.passes)
             survivor = CalmEngine(self._address, "0-survivor")
             survivor.store(_SURVIVORS)
@@ -209,9 +222,9 @@ class HostCrashServer(CrashServer):
 
     def _kill_server(self, run: Run, problems: list[str]) -> tuple[Ended, int]:
         with self._child("engine", self._outlive, problems) as engine:
-            ended = run(partial(serve, self._folder, self._board, until_left=True))
+            ended = run(partial(serve_patiently, self._folder, self._board, until_left=True))
             self._board.clear()
-            with self._child("server", partial(serve, self._folder, self._board), problems):
+            with self._child("server", partial(serve_patiently, self._folder, self._board), problems):
                 engine.wait()
                 wait_until(lambda: self._board.passes)
                 loaded = self._use_anew()
@@ -274,7 +287,7 @@ class Kills:
         self._board = Board()
         self._numbers = itertools.cycle(range(Board.ENGINES_MAX))
         self._engines: dict[int, dict[str, TracedChild]] = {}
-        self._server = self._fork("server", partial(serve, folder, self._board, self.ROWS))
+        self._server = self._fork("server", partial(serve, folder, self._board, _stack_of(folder, self.ROWS)))
         self.counts = Counter[str]()
         self.back_ms: list[float] = []
         """From the end of an engine's last process until its rows are back."""
@@ -336,7 +349,9 @@ class Kills:
         began_s = time.monotonic()
         self._kill(self._server)
         self._board.clear()
-        self._server = self._fork("server", partial(serve, self._folder, self._board, self.ROWS))
+        self._server = self._fork(
+            "server", partial(serve, self._folder, self._board, _stack_of(self._folder, self.ROWS))
+        )
         wait_until(lambda: all(map(self._board.has, self._engines)))
         self.attach_ms.append((time.monotonic() - began_s) * 1e3)
 
