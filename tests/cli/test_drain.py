@@ -41,12 +41,12 @@ def test_a_tier_is_taken_out_and_put_back(stack: Stack, capsys: pytest.CaptureFi
     assert stack.flush(60.0)
     assert main(["drain", address(stack), "disk"]) == 0
     assert "disk is out: its files are closed" in capsys.readouterr().out
-    assert main(["top", address(stack), "--once"]) == 1
+    assert main(["top", address(stack), "--interval", "0.1s", "--once"]) == 1
     assert "DRAINED" in capsys.readouterr().out
     forget_memory(manager_of(stack))
     assert stack.get(HASHES, blocks) == 0
     assert main(["attach", address(stack), "disk", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"tier": "disk", "removal": "", "removal_note": ""}
+    assert json.loads(capsys.readouterr().out) == {"tier": "disk", "removal": "", "note": ""}
     assert stack.get(HASHES, blocks) == 4
 
 
@@ -107,3 +107,68 @@ def test_who_has_no_token_does_not_see_the_text_of_an_error(tmp_path: Path, monk
         assert str(tmp_path) not in shown.decode()
         told = fetch(url_of(address(stack)), "/status", headers={"Authorization": f"Bearer {TOKEN}"})
         assert str(tmp_path) in told.decode()
+
+
+def away(directory: Path, token: str | None = None) -> dict[str, object]:
+    """Return a stack whose tier is not required, and cannot be opened."""
+    (directory / "kv").write_text("no directory")
+    config = config_of(directory, token)
+    config["secondary"][0]["required"] = False  # type: ignore[index]
+    return config
+
+
+def test_a_tier_that_was_away_at_the_start_is_attaching_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.tiering.late.RETRY_S", 0.01)
+    why = f"{tmp_path / 'kv'} is a file; give a directory"
+    with open_stack(away(tmp_path)) as stack:
+        assert main(["top", address(stack), "--interval", "0.1s", "--once"]) == 1
+        shown = capsys.readouterr().out
+        assert "ATTACHING" in shown
+        assert why in shown.replace("\n", "")
+        assert main(["attach", address(stack), "disk", "--wait", "10ms"]) == 1
+        assert f"disk is attaching: {why}" in capsys.readouterr().out
+        (tmp_path / "kv").unlink()
+        put_until_attached(stack)
+        assert main(["top", address(stack), "--interval", "0.1s", "--once", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["tiers"][1]["note"] == ""
+
+
+def put_until_attached(stack: Stack) -> None:
+    """Make steps until the tier is in use: it is taken in by one."""
+
+    def is_attached() -> bool:
+        stack.contains(HASHES)
+        return not manager_of(stack).removed_tiers()
+
+    wait_until(is_attached)
+
+
+def test_who_has_no_token_sees_that_a_tier_is_away_and_not_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_stack(away(tmp_path, TOKEN)) as stack:
+        assert main(["top", address(stack), "--interval", "0.1s", "--once", "--json"]) == 1
+        (tier,) = json.loads(capsys.readouterr().out)["tiers"][1:]
+        assert (tier["removal"], tier["note"]) == ("attaching", "")
+        monkeypatch.setenv("TIERED_KV_TOKEN", TOKEN)
+        assert main(["top", address(stack), "--interval", "0.1s", "--once", "--json"]) == 1
+        (tier,) = json.loads(capsys.readouterr().out)["tiers"][1:]
+        assert str(tmp_path) in tier["note"]
+
+
+def test_an_open_breaker_has_the_reason(tmp_path: Path) -> None:
+    """A Redis that is away is opened, and fails when it is asked."""
+    url = "redis://127.0.0.1:1/0"
+    shared = {"type": "redis", "name": "shared", "url": url, "required": False, "breaker_failures": 1}
+    with open_stack(stack_of(shared, blocks=16, metrics={"listen": "127.0.0.1:0", "token": TOKEN})) as stack:
+
+        def note(**headers: str) -> str:
+            status = json.loads(fetch(url_of(address(stack)), "/status", headers=headers))
+            return str(status["tiers"][1]["note"])
+
+        assert note() == ""
+        stack.contains(HASHES)
+        wait_until(lambda: "127.0.0.1:1 cannot be reached" in note(Authorization=f"Bearer {TOKEN}"))
+        assert note() == ""

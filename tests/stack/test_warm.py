@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,61 @@ def test_a_list_whose_tier_is_away_at_the_start_is_there_for_the_next_one(tmp_pa
     (tmp_path / "away").rename(tmp_path / "kv")
     with warm_stack(config_of(tmp_path)) as stack:
         assert in_memory(stack) == set(HASHES)
+
+
+def of_both(directory: Path, *, required: bool = True) -> dict[str, object]:
+    """Return a stack of a shared directory, and then a disk."""
+    shared = {
+        "type": "fs",
+        "name": "shared",
+        "path": str(directory / "shared"),
+        "capacity": "64MiB",
+        "required": required,
+    }
+    config = config_of(directory)
+    return config | {"secondary": [shared, *config["secondary"]]}  # type: ignore[misc]
+
+
+def test_the_tiers_that_are_there_fill_memory_without_one_that_is_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered_kv.stack.warm.ABSENT_MAX", 4)
+    both, away = of_both(tmp_path), of_both(tmp_path, required=False)
+    with warm_stack(both) as stack:
+        put(stack, HASHES[:16])
+    with warm_stack(both | {"secondary": both["secondary"][:1]}) as stack:  # type: ignore[index]
+        put(stack, HASHES[16:])  # the hottest, and on no disk
+    (tmp_path / "shared").rename(tmp_path / "away")
+    (tmp_path / "shared").write_text("no directory")
+    with warm_stack(away) as stack:
+        assert in_memory(stack) == set(HASHES[:16])
+        assert warmed(stack) == {"loaded": 16, "absent": 16}
+        noted = {(each["tier"], each["what"]) for each in manager_of(stack).notices.snapshot()}
+    assert ("shared", "left out of a warm start") in noted
+    why = f"{tmp_path / 'shared'} is a file; give a directory"
+    said = f"has loaded 16 of 32 blocks; no tier in use has 16; without tier 'shared': {why}"
+    assert said in caplog.text
+    (tmp_path / "shared").unlink()
+    (tmp_path / "away").rename(tmp_path / "shared")
+    with warm_stack(away) as stack:
+        assert in_memory(stack) == set(HASHES), "the next start knows what was away"
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_server_that_is_away_keeps_no_warm_start_waiting(tmp_path: Path, answers: bool) -> None:
+    """Nobody listens at its port, or it accepts and never answers."""
+    with open_stack(config_of(tmp_path)) as stack:
+        put(stack, HASHES[:16])
+    config = config_of(tmp_path)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+        if not answers:
+            silent.close()
+        limits = {"timeout": 0.1, "connect_timeout": 0.1, "open_timeout": 0.01, "required": False}
+        shared = {"type": "redis", "name": "shared", "url": url, **limits}
+        with warm_stack(config | {"secondary": [shared, *config["secondary"]]}) as stack:  # type: ignore[misc]
+            assert in_memory(stack) == set(HASHES[:16])
+            assert warmed(stack) == {"loaded": 16}
 
 
 def test_a_warm_start_evicts_nothing(tmp_path: Path) -> None:

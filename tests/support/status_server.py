@@ -33,6 +33,7 @@ def tier(name: str, counters: Mapping[str, object] | None = None, **fields: obje
         "breaker": "" if name == "cpu" else "closed",
         "is_disabled": False,
         "removal": "",
+        "note": "",
         "used_bytes": 1 << 20,
         "capacity_bytes": 4 << 20,
         "counters": dict(counters or {}),

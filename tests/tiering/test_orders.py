@@ -220,6 +220,56 @@ def test_a_block_that_cannot_be_loaded_is_absent(bench: Bench) -> None:
     assert counted(order) == {"in_memory": 1, "absent": 1}
 
 
+def test_a_block_that_one_tier_cannot_load_comes_from_the_next(make_bench: MakeBench) -> None:
+    bench = make_bench(LARGE_BUDGETS, LARGE_BUDGETS, num_blocks=24, limits=limits())
+    for tier in bench.tiers:
+        tier.has(1, 2)
+    order = give(bench, 1, 2)
+    bench.step()
+    bench.tier.end(success=False, only=keys(2), reason="corrupt")
+    bench.step()
+    assert counted(order) == {"in_memory": 1, "coming": 1}
+    bench.step()
+    assert [list(job.keys) for job in bench.tiers[1].jobs] == [keys(1)]
+    bench.tiers[1].end()
+    bench.step()
+    assert counted(order) == {"in_memory": 2}
+
+
+def test_blocks_that_wait_for_a_tier_come_from_the_next_when_its_breaker_opens(make_bench: MakeBench) -> None:
+    failing = {"breaker_failures": 1, "load_budget": 64}
+    bench = make_bench(failing, LARGE_BUDGETS, num_blocks=24, limits=limits())
+    for tier in bench.tiers:
+        tier.has(1, 2, 3)
+    order = give(bench, 1, 2, 3)
+    bench.step()
+    bench.end(success=False)  # the only block that its budget lets it load
+    for _ in range(6):
+        bench.step()
+        while bench.tiers[1].jobs:
+            bench.tiers[1].end()
+    assert counted(order) == {"in_memory": 3}
+    assert not bench.tier.jobs
+
+
+def test_a_tier_that_admits_no_load_now_keeps_none_of_another_tier_waiting(make_bench: MakeBench) -> None:
+    bench = make_bench({**LARGE_BUDGETS, "breaker_failures": 1}, LARGE_BUDGETS, num_blocks=24, limits=limits())
+    bench.tier.has(1)
+    bench.tiers[1].has(2)
+    bench.store(keys(9), bench.request("a"))
+    bench.tier.end(success=False)
+    bench.tiers[1].end()
+    bench.step()  # the first tier's breaker opens
+    bench.clock.advance(60.0)
+    bench.step()
+    bench.store(keys(8), bench.request("b"))  # the probe
+    assert bench.tier.jobs
+    order = give(bench, 1, 2)
+    bench.step()
+    assert [list(job.keys) for job in bench.tiers[1].jobs if job.is_promotion] == [keys(2)]
+    assert counted(order) == {"coming": 2}
+
+
 def test_a_tier_that_never_answers_a_load_keeps_no_order_for_ever(bench: Bench) -> None:
     bench.tier.has(1)
     order = give(bench, 1, until_s=60.0)

@@ -130,7 +130,7 @@ class TierStatus(BaseModel):
     breaker: Literal["", "closed", "half_open", "open"]
     is_disabled: bool
     removal: Literal["", "draining", "drained", "attaching"] = ""
-    removal_note: _Text = ""
+    note: _Text = ""
     used_bytes: _Whole
     capacity_bytes: _Whole
     budgets: dict[str, BudgetState] = {}
@@ -254,7 +254,7 @@ class _Change:
 
     def view(self, hits_per_s: float) -> View:
         asked = self.asked_per_s
-        fields = {"name", "type", "breaker", "is_disabled", "removal", "used_bytes", "capacity_bytes"}
+        fields = {"name", "type", "breaker", "is_disabled", "removal", "note", "used_bytes", "capacity_bytes"}
         budgets = {name: self._now.budgets.get(name, BudgetState()) for name in ("store", "load")}
         return {
             **self._now.model_dump(include=fields),

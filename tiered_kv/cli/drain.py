@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Status:
     try:
         if verb == "attach" and (tier := _tier(url, args, headers)).removal == "draining":
             raise ConfigError(
-                f"{args.tier} still drains: {tier.removal_note}; wait until 'tiered-kv drain' says that it is out"
+                f"{args.tier} still drains: {tier.note}; wait until 'tiered-kv drain' says that it is out"
             )
         fetch(url, f"/{verb}", headers=headers, body=asked)
     except TierUnavailableError as error:
@@ -65,13 +65,11 @@ def run(args: argparse.Namespace) -> Status:
         was_attaching = tier.removal == "attaching"
         time.sleep(_POLL_S)
     if args.json:
-        print_json({"tier": args.tier, "removal": tier.removal, "removal_note": tier.removal_note})
+        print_json({"tier": args.tier, "removal": tier.removal, "note": tier.note})
     elif is_done:
         print_text(f"{args.tier} is {'out: its files are closed' if verb == 'drain' else 'in use'}")
     else:
-        print_text(
-            f"{args.tier} is {tier.removal or 'in use'}: {tier.removal_note or 'the log of its process says why'}"
-        )
+        print_text(f"{args.tier} is {tier.removal or 'in use'}: {tier.note or 'the log of its process says why'}")
     return Status.OK if is_done else Status.FOUND
 
 

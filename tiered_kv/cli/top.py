@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv.cli.arguments import describe_use, interval
-from tiered_kv.cli.ask import DEFAULT_ADDRESS, StackStatus, View, fetch, read_status, url_of, view_of
+from tiered_kv.cli.ask import DEFAULT_ADDRESS, StackStatus, View, fetch, read_status, token_of, url_of, view_of
 from tiered_kv.cli.output import Status, print_json, print_text, progress
 from tiered_kv.config.units import rounded_bytes, rounded_seconds
 from tiered_kv.errors import TieredKVError, TierUnavailableError
@@ -81,15 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tiered-kv top", "what serves on this machine, at the usual port"),
         ("tiered-kv top stack.yaml --interval 5s", "the stack of this file"),
         ("tiered-kv top http://10.0.0.7:9464 --once --json", "one answer for a script"),
-        found="with --once or --json: a tier is disabled or taken out, or its breaker is not closed",
+        found="with --once or --json: a tier is disabled, taken out or not open, or its breaker is not closed",
     )
 
 
 def run(args: argparse.Namespace) -> Status:
-    url = url_of(args.where)
+    url, headers = url_of(args.where), token_of(args.where)
 
     def ask() -> StackStatus:
-        return read_status(fetch(url, "/status"))
+        return read_status(fetch(url, "/status", headers=headers))
 
     can_draw = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
     if args.once or args.json or not can_draw:
@@ -183,6 +183,8 @@ def screen(view: View | None, error: str, where: str, console: Console, *, shows
         return Group(title, lost)
     parts: list[RenderableType] = [title, lost if error else _headline(view)]
     parts += ["", _tier_table(view["tiers"], "dim" if error else "")]
+    if noted := [tier for tier in view["tiers"] if tier["note"]]:
+        parts += ["", *(Text.assemble((tier["name"], "bold"), f"  {tier['note']}") for tier in noted)]
     if view["reasons"]:
         parts += ["", _reason_table(view["reasons"])]
     if shows_own:

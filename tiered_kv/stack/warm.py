@@ -32,7 +32,7 @@ from tiered_kv.errors import ConfigError, ResourceError, TieredKVError
 from tiered_kv.stack.warm_list import KEYS_MAX, is_list, read_list, write_list
 from tiered_kv.system.threads import start_thread
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.tiering.order import PrefetchOrder
+from tiered_kv.tiering.order import Phase, PrefetchOrder
 
 PART_S: Final = 0.1
 """How long the loads of one part take, by the setting `rate`."""
@@ -57,6 +57,10 @@ class WarmStart:
         self._token = None if token is None else token.get_secret_value()
         self._rest: Sequence[OffloadKey] = ()
         """What the thread has not loaded yet: a stack that ends before lists it behind its memory."""
+        self._missing: list[OffloadKey] = []
+        """Blocks that a tier which was not in use may have: they are listed, too."""
+        self._left_out: dict[str, str] = {}
+        """The tiers that were not in use, with the reason: the others fill memory."""
         self._thread: threading.Thread | None = None
         self._ended, self._stopped = threading.Event(), threading.Event()  # a part has; the stack closes
 
@@ -74,7 +78,7 @@ class WarmStart:
             self._thread.join(_STOP_S)
         if self._settings.path is None:
             return
-        keys = list(dict.fromkeys([*hottest_keys(self._manager.primary, self._keys_max), *self._rest]))
+        keys = list(dict.fromkeys([*hottest_keys(self._manager.primary, self._keys_max), *self._missing, *self._rest]))
         if not keys:  # an older list is better than none
             return
         try:
@@ -119,6 +123,7 @@ class WarmStart:
         """Load blocks part by part, until memory is full, the cache is reset or the stack closes."""
         rate, epoch, counts = self._settings.rate_of(self._block_bytes), self._manager.primary.epoch, Counter[str]()
         least, most = PART_BLOCKS
+        unanswered = self._unanswered()
         part_blocks = max(least, min(most, int(rate * PART_S) // self._block_bytes))
         self._rest = keys
         for age, first in enumerate(range(0, len(keys), part_blocks), 1):
@@ -136,7 +141,9 @@ class WarmStart:
                 return
             self._rest = keys[first + part_blocks :]
             counts.update(order.counts())
-            is_in_vain = counts["absent"] >= ABSENT_MAX and not counts["in_memory"] + counts["used"]
+            self._note_left_out(order, unanswered)
+            has_others = 0 < len(self._left_out) < len(self._manager.secondary_tiers)
+            is_in_vain = counts["absent"] >= ABSENT_MAX and not (counts["in_memory"] + counts["used"] or has_others)
             if counts["refused"] or is_in_vain or self._manager.primary.epoch != epoch:
                 break
             loaded_s = order.counts()["in_memory"] * self._block_bytes / rate
@@ -146,7 +153,25 @@ class WarmStart:
             not counts["in_memory"] + counts["used"] + counts["refused"] and self._manager.primary.epoch == epoch
         )
         self._rest = keys if is_in_vain else ()  # the tiers may be back when the next stack begins
+        if self._manager.primary.epoch != epoch:
+            self._missing.clear()
         self._note(len(keys), counts)
+
+    def _unanswered(self) -> dict[str, int]:
+        """Return the lookups that each tier has not answered."""
+        found = self._manager.registry.snapshot().tiers.items()
+        return {name: int(tier.value("lookup_timeouts_total")) for name, tier in found if name != PRIMARY_NAME}
+
+    def _note_left_out(self, order: PrefetchOrder, before: Mapping[str, int]) -> None:
+        """Note which tiers were not in use for a part. Before the first one they had not answered `before` lookups."""
+        missing = [key for key in order.keys if order.phases.get(key) in (None, Phase.ABSENT)]
+        left_out = self._manager.removals.notes(with_errors=True)
+        if missing:  # a breaker opens after several failures only
+            now = self._unanswered()
+            left_out = {name: "it answers no lookup" for name in now if now[name] > before[name]} | left_out
+        self._left_out = left_out | self._left_out
+        if self._left_out:
+            self._missing += missing
 
     def _note(self, listed: int, counts: Counter[str]) -> None:
         self._manager.notices.add(PRIMARY_NAME, "warm start ended")
@@ -154,14 +179,15 @@ class WarmStart:
         if counts["used"]:
             said += f"; requests had brought {counts['used']} before"
         if absent := counts["absent"] + counts["coming"]:
-            said += f"; no tier has {absent}"
+            said += f"; no tier {'in use ' if self._left_out else ''}has {absent}"
         if counts["refused"]:
             said += "; memory is full"
-        if absent and not counts["in_memory"] + counts["used"]:
-            said += (
-                ": the tiers are not in use yet, or share none with the other stack; then `tiered-kv copy` moves them"
-            )
-        _log.info("%s", said)
+        for name, why in self._left_out.items():
+            self._manager.notices.add(name, "left out of a warm start")
+            said += f"; without tier '{name}': {why}"
+        if absent and not self._left_out and not counts["in_memory"] + counts["used"]:
+            said += ": the tiers share none with the other stack; `tiered-kv copy` moves them"
+        _log.log(logging.WARNING if self._left_out else logging.INFO, "%s", said)
 
 
 def _path_in(raw: Mapping[str, object]) -> Path:

@@ -141,9 +141,17 @@ class GuardedTier:
     @property
     def is_searched(self) -> bool:
         """Whether lookups ask this tier. They do not if none of its blocks could be loaded."""
-        if self.is_disabled or self.removal is not None or self.breaker.state is BreakerState.OPEN:
-            return False
-        return self.loads.blocks < self.loads.blocks_max or self.loads.will_grow
+        return not self.is_out and (self.loads.blocks < self.loads.blocks_max or self.loads.will_grow)
+
+    @property
+    def is_out(self) -> bool:
+        """Whether no lookup and no job reaches the tier: it is disabled or taken out, or its breaker is open."""
+        return self.is_disabled or self.removal is not None or self.breaker.state is BreakerState.OPEN
+
+    @property
+    def outage(self) -> str:
+        """Why the breaker is not closed, with the tier's own words; "" if it is. Any thread may read this."""
+        return self._outages.cause
 
     def store_room(self) -> int:
         """Return how many blocks may be stored now."""

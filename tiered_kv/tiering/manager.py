@@ -245,5 +245,5 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
         return self._tiers.disabled()
 
     def removed_tiers(self) -> dict[str, str]:
-        """Return the stage of each tier that an operator has taken out, by name. Any thread may call."""
+        """Return the stage of each tier that was taken out, or is not open yet, by name. Any thread may call."""
         return self.removals.stages()

@@ -19,7 +19,7 @@ request lacks it. They evict no block that a request has used since they were ta
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Final
 
@@ -261,6 +261,12 @@ class PrefetchOrders:
             self._found.setdefault(guarded, {}).setdefault(order, deque()).append(key)
         order.found.clear()
 
+    def _ask_again(self, order: PrefetchOrder, keys: Iterable[OffloadKey]) -> None:
+        """Look up blocks of an order once more."""
+        if not order.asked:
+            self._asking.append(order)
+        order.asked.extend(keys)
+
     def _begin_load(self, key: OffloadKey, order: PrefetchOrder) -> None:
         order.loading.add(key)
         self._loading[order] = None
@@ -287,9 +293,9 @@ class PrefetchOrders:
         for key in [key for key in order.loading if key not in state.loads.promoting]:
             order.loading.discard(key)
             self._loading_blocks -= 1
-            if key not in state.loads.held:
-                order.phases[key] = Phase.ABSENT
+            if key not in state.loads.held:  # another tier may have it: the one that failed is asked no more
                 self._begun.discard(key)
+                self._ask_again(order, (key,))
                 continue
             if order.chain is not None:
                 self._promotions.release(state, (key,))
@@ -304,19 +310,23 @@ class PrefetchOrders:
 
     def _load(self) -> bool:
         """Begin a small load in each tier that has no other load in flight; return whether orders have room."""
+        has_room = True
         spared: int | None = None
         """The rows that were used since this number are not evicted in this step."""
         chains: dict[PrefetchOrder, RequestChain] = {}  # of this step's part only: an order may be long
         for guarded, waiting in list(self._found.items()):
-            if guarded.removal is not None:  # an operator took it out after it had answered
+            if guarded.is_out:  # since it has answered: another tier may have the blocks
                 for order, keys in waiting.items():
-                    order.phases.update(dict.fromkeys(keys, Phase.ABSENT))
+                    self._ask_again(order, keys)
                 del self._found[guarded]
                 continue
             blocks = 0 if guarded.loads.blocks or guarded.loads.reserved_blocks else self._job_blocks(guarded)
             while waiting and blocks > 0:
-                if self._room() <= 0 or self._promotions.is_full or guarded.load_room() <= 0:
+                if self._room() <= 0 or self._promotions.is_full:
                     return False
+                if guarded.load_room() <= 0:
+                    has_room = False
+                    break
                 order = next((each for each in waiting if each.chain is None), None) or next(iter(waiting))
                 keys, has_free = waiting[order], self._rows.backend.get_num_free_blocks() > 0
                 if order.chain is not None and not has_free and self._rows.backend.is_growing:
@@ -325,9 +335,7 @@ class PrefetchOrders:
                 if not keys:
                     del waiting[order]
                 if key in self._rows.index:  # a request has stored or promoted it meanwhile
-                    order.asked.append(key)
-                    if len(order.asked) == 1:
-                        self._asking.append(order)
+                    self._ask_again(order, (key,))
                     continue
                 if not has_free and order.chain is None and (spared is None or order.uses_before < spared):
                     spared = order.uses_before if self._rows.spare_since(order.uses_before) else None
@@ -338,7 +346,7 @@ class PrefetchOrders:
                 self._begin(key, guarded, order, state, may_begin=may_begin)
             if not waiting:
                 del self._found[guarded]
-        return True
+        return has_room
 
     def _begin(
         self, key: OffloadKey, guarded: GuardedTier, order: PrefetchOrder, state: RequestState, *, may_begin: bool

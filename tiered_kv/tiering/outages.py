@@ -48,6 +48,8 @@ class Outages:
         self._full = Spell(f"tier '{tier}' is full", "times", self._say)
         self.is_on = False
         """Whether an outage was noted that has not ended."""
+        self.cause = ""
+        """Why this outage began; "" without one. Any thread may read this."""
         self.lacks_room = False
         """Whether the last store found no room."""
         self._no_room_since_s = 0.0
@@ -61,13 +63,14 @@ class Outages:
             self._account.notice(f"breaker {breaker.state.name.lower().replace('_', ' ')}")
         self.is_on = breaker.state is not BreakerState.CLOSED
         if not self.is_on:
+            self.cause = ""
             self._outage.end(now_s, self._account.lost(), self._works_again)
         elif self._outage.is_on:
             self._outage.go_on(now_s)
         else:
-            cause = breaker.cause or self._with_explanation("lookups fail, or are not answered in time", "")
+            self.cause = breaker.cause or self._with_explanation("lookups fail, or are not answered in time", "")
             again = f"Its blocks are misses; it is tried again every {rounded_seconds(self._cooldown_s)}"
-            self._outage.begin(now_s, f"{cause}. {again}", self._account.lost())
+            self._outage.begin(now_s, f"{self.cause}. {again}", self._account.lost())
 
     def cause_of(self, is_promotion: bool, reason: Reason, word: str = "") -> str:
         """Return why a job failed, for the log; `word` is the tier's own for the reason, if it has one."""

@@ -151,15 +151,28 @@ class Removals:
         self.wake()
 
     def stages(self) -> dict[str, str]:
-        """Return the stage of each tier that is out, by name."""
-        return {guarded.name: removal.stage.value for guarded, removal in list(self._removals.items())}
+        """Return the stage of each tier that is out, by name. A tier that is not open since the start is attaching."""
+        late = dict.fromkeys(self._late_failures(), Stage.ATTACHING.value)
+        return late | {guarded.name: removal.stage.value for guarded, removal in list(self._removals.items())}
 
     def notes(self, *, with_errors: bool) -> dict[str, str]:
-        """Return the note of each tier that is out, by name; `with_errors` also those with a path or an address."""
-        found = list(self._removals.items())
-        return {
-            guarded.name: removal.note for guarded, removal in found if with_errors or removal.stage is Stage.DRAINING
-        }
+        """Return why tiers are not in use, by name; `with_errors` also the notes that may have a path or an address.
+
+        These are of tiers that cannot be opened, and of those whose breaker is not closed.
+        """
+        notes = {}
+        if with_errors:
+            notes = {guarded.name: guarded.outage for guarded in self._by_name.values() if guarded.outage}
+            notes |= self._late_failures()
+        for guarded, removal in list(self._removals.items()):
+            if with_errors or removal.stage is Stage.DRAINING:
+                notes[guarded.name] = removal.note
+        return notes
+
+    def _late_failures(self) -> dict[str, str]:
+        """Return why the tiers that are not `required` are not open."""
+        tiers = [(name, guarded.tier) for name, guarded in self._by_name.items()]
+        return {name: tier.failure for name, tier in tiers if isinstance(tier, LateTier) and not tier.is_open}
 
     # The manager's thread.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.secrets import scrub
 from tiered_kv.config.settings import PRIMARY_NAME, TierSettings
 from tiered_kv.config.stack_config import StackConfig
 from tiered_kv.cpu.rows import PrimaryRows
@@ -45,15 +46,17 @@ def status(stack: Observed, *, with_errors: bool = False) -> dict[str, Any]:  # 
     """Return the status of a stack; `docs/how-to/metrics.md` describes the fields. Any thread may call.
 
     It has no key, path, address or setting, except for the names of tiers, the namespace's digest, and the ids of
-    requests. `with_errors` adds why a tier that was taken out cannot be opened, with its path or address.
+    requests. `with_errors` adds why a tier cannot be opened or its breaker opened, with its path or address.
     """
     config, snapshot = stack.config, stack.snapshot()
     disabled, removed = stack.manager.disabled_tiers(), stack.manager.removed_tiers()
     notes = stack.manager.removals.notes(with_errors=with_errors)
     tiers = [_primary(snapshot.tiers[PRIMARY_NAME])]
     for tier in config.secondary:
-        found = _secondary(tier, snapshot.tiers[tier.name], tier.name in disabled, config.secret_texts())
-        tiers.append({**found, "removal": removed.get(tier.name, ""), "removal_note": notes.get(tier.name, "")})
+        secrets = config.secret_texts()
+        found = _secondary(tier, snapshot.tiers[tier.name], tier.name in disabled, secrets)
+        note = scrub(notes.get(tier.name, ""), secrets)
+        tiers.append({**found, "removal": removed.get(tier.name, ""), "note": note})
     return {
         "version": version("tiered-kv"),
         "namespace": config.identity.digest.hex(),
