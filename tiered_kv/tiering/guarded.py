@@ -114,7 +114,7 @@ class GuardedTier:
         self.pace = Pace(cost or EngineCost())
         event_source = self.tier if reports_events else None
         self.account = TierAccount(self.name, number, block_bytes, notices or Notices(), history, event_source)
-        self._outages = Outages(settings, self.account, partial(self.call, "explain_failure"))
+        self.outages = Outages(settings, self.account, partial(self.call, "explain_failure"))
         if isinstance(self.tier, IsolatedTier):
             self.tier.note_exception = self.account.note_exception
         self.jobs: dict[JobId, SubmittedJob] = {}
@@ -147,11 +147,6 @@ class GuardedTier:
     def is_out(self) -> bool:
         """Whether no lookup and no job reaches the tier: it is disabled or taken out, or its breaker is open."""
         return self.is_disabled or self.removal is not None or self.breaker.state is BreakerState.OPEN
-
-    @property
-    def outage(self) -> str:
-        """Why the breaker is not closed, with the tier's own words; "" if it is. Any thread may read this."""
-        return self._outages.cause
 
     def store_room(self) -> int:
         """Return how many blocks may be stored now."""
@@ -218,7 +213,7 @@ class GuardedTier:
             self.account.note_exception("submit_load" if is_promotion else "submit_store")
             self.account.failed(job.metadata, len(keys), Reason.EXCEPTION)
             self._lack(() if is_promotion else keys)
-            self.breaker.fail(self._clock(), self._outages.cause_of(is_promotion, Reason.EXCEPTION))
+            self.breaker.fail(self._clock(), self.outages.cause_of(is_promotion, Reason.EXCEPTION))
             return None
         if is_promotion:
             self.admission.note_hits(keys)
@@ -242,10 +237,10 @@ class GuardedTier:
             self._count_failures(now_s)
         if self._has_clock:
             self.admission.tick()
-        if self.breaker.state is not BreakerState.CLOSED or self._outages.is_on:
+        if self.breaker.state is not BreakerState.CLOSED or self.outages.is_on:
             if self.breaker.state is BreakerState.OPEN:
                 self.breaker.tick(now_s)
-            self._outages.follow(self.breaker, now_s)
+            self.outages.follow(self.breaker, now_s)
 
     def _collect(self) -> Sequence[tuple[SubmittedJob, JobResult]]:
         """Return the jobs that the tier has reported, including expired ones, and free their budget."""
@@ -305,7 +300,7 @@ class GuardedTier:
                 self.pace.add(job.blocks_in_flight, self.settings.job_timeout, now_s)
             self._lack(() if job.metadata.is_promotion else job.metadata.keys)
             self.account.expired(job.metadata)
-            self.breaker.fail(now_s, self._outages.cause_of(job.metadata.is_promotion, Reason.EXPIRED))
+            self.breaker.fail(now_s, self.outages.cause_of(job.metadata.is_promotion, Reason.EXPIRED))
         return expired
 
     def _count_failures(self, now_s: float) -> None:
@@ -324,7 +319,7 @@ class GuardedTier:
         """Stop using the tier until the process ends."""
         if not self.is_disabled:
             self.is_disabled = True
-            self._outages.disable(why)
+            self.outages.disable(why)
 
     def replace(self, tier: SecondaryTierManager) -> None:
         """Use another object for the same tier from now on. `removal` still reports the jobs of the one before."""
@@ -397,9 +392,9 @@ class GuardedTier:
         is_store = not job.metadata.is_promotion
         if is_store and done < total:
             self._lack(set(job.metadata.keys) - job.loaded_keys(result))
-        if is_store and total and (not done or self._outages.lacks_room):
-            self._outages.note_store(done > 0, result, self._clock())
+        if is_store and total and (not done or self.outages.lacks_room):
+            self.outages.note_store(done > 0, result, self._clock())
         if done or not total:
             self.breaker.succeed()
         elif not result.cause.is_ignored(is_store=is_store):
-            self.breaker.fail(self._clock(), self._outages.cause_of(not is_store, result.cause, result.word))
+            self.breaker.fail(self._clock(), self.outages.cause_of(not is_store, result.cause, result.word))

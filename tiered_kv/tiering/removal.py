@@ -162,7 +162,7 @@ class Removals:
         """
         notes = {}
         if with_errors:
-            notes = {guarded.name: guarded.outage for guarded in self._by_name.values() if guarded.outage}
+            notes = {name: guarded.outages.cause for name, guarded in self._by_name.items() if guarded.outages.cause}
             notes |= self._late_failures()
         for guarded, removal in list(self._removals.items()):
             if with_errors or removal.stage is Stage.DRAINING:
