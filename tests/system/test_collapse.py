@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +68,27 @@ def test_memory_is_on_huge_pages_afterwards_with_the_same_bytes(file: File, is_a
     assert not collapse.advice()
     assert np.array_equal(file.other, expected), "another process sees the same bytes"
     assert huge_bytes(file.other.ctypes.data, file.size_bytes) == file.size_bytes, "on the same pages"
+
+
+@needs_kernel
+def test_both_ways_to_count_find_the_same_huge_pages(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.array[:] = 1
+    address = file.array.ctypes.data
+    for page in (1, 2, 5):
+        assert Collapse(address, file.size_bytes, PAGE_BYTES).part(page * PAGE_BYTES, PAGE_BYTES)
+
+    ways = [module._in_smaps]
+    with suppress(OSError):  # before Linux 6.7
+        module._scanned(address, 1)
+        ways.append(module._scanned)
+    assert [count(address, file.size_bytes) for count in (*ways, huge_bytes)] == [3 * PAGE_BYTES] * (len(ways) + 1)
+    monkeypatch.setattr(module, "_REGIONS_MAX", 1)
+    for scanned_bytes in (PAGE_BYTES, 1 << 30):
+        monkeypatch.setattr(module, "_SCANNED_BYTES", scanned_bytes)
+        for count in ways[1:]:
+            assert count(address, file.size_bytes) == 3 * PAGE_BYTES, "by several calls"
+            assert count(address + 2 * PAGE_BYTES, 3 * PAGE_BYTES) == PAGE_BYTES
+            assert count(address + 100, file.size_bytes - 100) == 3 * PAGE_BYTES
 
 
 @needs_kernel

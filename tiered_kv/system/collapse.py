@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import re
+import struct
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -39,6 +42,13 @@ _GIVE_WAY_S: Final = 0.001
 NICE: Final = 10
 """Nice value of threads that allocate or collapse: the server and the engines get the processors first."""
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 22, 23, 25  # not in the mmap module
+_PAGEMAP_SCAN: Final = 0xC0606610  # ioctl(2), with the structure pm_scan_arg: admin-guide/mm/pagemap
+_SCAN: Final = struct.Struct("12Q")
+_WALK_END: Final = 4  # the field of it that says where the kernel has stopped
+_MAPPED_HUGE: Final = 1 << 3 | 1 << 6  # PAGE_IS_PRESENT and PAGE_IS_HUGE
+_SCANNED_BYTES: Final = 1 << 30
+"""The bytes that one call looks at. Meanwhile, up to 2 ms, no thread of the process can map memory."""
+_REGIONS_MAX: Final = 512
 _READ_BYTES: Final = 1 << 20
 _MAPPING: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) ", re.M)
 _HUGE: Final = re.compile(rb"^(?:ShmemPmdMapped|AnonHugePages|Shared_Hugetlb|Private_Hugetlb): *(\d+) kB", re.M)
@@ -170,10 +180,30 @@ class CollapseThread:
 
 
 def huge_bytes(address: int, size_bytes: int) -> int:
-    """Return how many bytes of this process's memory, from `address` on, the kernel has mapped by huge pages.
+    """Return how many bytes of this process's memory, from `address` on, the kernel has mapped by huge pages."""
+    try:
+        return _scanned(address, size_bytes)
+    except OSError:
+        return _in_smaps(address, size_bytes)
 
-    The kernel looks at every page of the process: milliseconds, of which Python takes few.
-    """
+
+def _scanned(address: int, size_bytes: int) -> int:
+    """Return `huge_bytes`, by a look at this memory only. Raise OSError before Linux 6.7."""
+    regions = array("Q", bytes(_REGIONS_MAX * 3 * 8))  # each with begin, end and kind
+    at, end, found = address & -mmap.PAGESIZE, -(-(address + size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE, 0
+    with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+        while at < end:
+            until, place = min(at + _SCANNED_BYTES, end), regions.buffer_info()[0]
+            kinds = 0, _MAPPED_HUGE, 0, _MAPPED_HUGE
+            asked = bytearray(_SCAN.pack(_SCAN.size, 0, at, until, 0, place, _REGIONS_MAX, 0, *kinds))
+            count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, asked)
+            found += sum(regions[1 : 3 * count : 3]) - sum(regions[0 : 3 * count : 3])
+            at = _SCAN.unpack(asked)[_WALK_END]
+    return min(found, size_bytes)
+
+
+def _in_smaps(address: int, size_bytes: int) -> int:
+    """Return `huge_bytes`, by a look at every page of the process: 3 s for 100 GiB of small ones."""
     found = 0
     text = _read("/proc/self/smaps")
     mappings = list(_MAPPING.finditer(text))
