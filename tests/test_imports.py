@@ -52,6 +52,7 @@ ROOMS: list[tuple[str, ...]] = [
     (*(f"tiered_kv.{name}" for name in GROUND.split()), "tiered_kv.config.units"),
     ("tiered_kv.system",),
     ("tiered_kv.config",),
+    ("tiered_kv.shares",),
     ("tiered_kv.metrics",),
     ("tiered_kv.cpu",),
     (

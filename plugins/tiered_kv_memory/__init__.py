@@ -9,9 +9,10 @@ What must stay true. Records, removed records that a load still reads, and store
 load verifies its record. A store from before a reset adds no block.
 
 One ordered dictionary from key to record has everything, the least recently used record first. A store makes room
-before it copies: it evicts from the front (`_make_room`). A load counts as a reader of its record. The record's memory
-counts until the last reader has ended. A reset sets the dictionary aside; later stores and loads release its records in
-portions (`_sweep`). Nothing outlives the process.
+before it copies: it evicts from the front (`_make_room`). With `limits`, blocks of tenants over their shares go first,
+by an order of each tenant's own (`tiered_kv/toolkit/shares.py`). A load counts as a reader of its record. The record's
+memory counts until the last reader has ended. A reset sets the dictionary aside; later stores and loads release its
+records in portions (`_sweep`). Nothing outlives the process.
 """
 
 from __future__ import annotations
@@ -27,4 +28,5 @@ from tiered_kv_memory.settings import MemorySettings
 def tiered_kv_register_tiers() -> Iterable[TierType]:
     load = imported("tiered_kv_memory.tier:MemoryTier")
     about = "Records in this process's memory, gone with it."
-    return [TierType("memory", MemorySettings, load, about, is_lasting=False, metrics=METRICS)]
+    keys = imported("tiered_kv_memory.simulation:MemoryKeys")
+    return [TierType("memory", MemorySettings, load, about, is_lasting=False, metrics=METRICS, key_store=keys)]

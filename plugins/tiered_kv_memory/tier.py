@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
@@ -20,6 +20,7 @@ from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
+from tiered_kv.toolkit.shares import BlocksOfTenant, TenantBlocks
 from tiered_kv_memory.metrics import METRICS
 from tiered_kv_memory.settings import MemorySettings
 
@@ -41,6 +42,7 @@ class _Record:
     readers: int = 0  # loads in flight
     is_read: bool = False  # whether it was ever loaded
     is_removed: bool = False  # no lookup finds it; its memory counts until the last load ends
+    tenant: BlocksOfTenant | None = None  # for whom it counts, with shares
 
 
 class MemoryTier(BlockingTier):
@@ -72,8 +74,10 @@ class MemoryTier(BlockingTier):
         self._records_lock = threading.Lock()
         # Bytes of records, removed records that loads still read, records from before a reset, and stores in flight.
         self._used_bytes = 0
-        self._remains: deque[OrderedDict[OffloadKey, _Record]] = deque()
-        """Records from before resets. No lookup finds these records."""
+        self._remains: deque[OrderedDict[OffloadKey, _Record | None]] = deque()
+        """Records from before resets, and tenants' keys. No lookup finds these records."""
+        limits = self.tier_spec.limits
+        self._tenants = None if limits is None else TenantBlocks(limits, self._capacity_bytes)
         self._counters = Counters(METRICS)
         self._absent: deque[OffloadKey] = deque(maxlen=_ABSENT_MAX)  # touched, but missing; the scheduler's
         self._events = EventLog(self.tier_spec.wants_events)
@@ -95,6 +99,8 @@ class MemoryTier(BlockingTier):
             self._records.clear()
             self._remains.clear()
             self._used_bytes = 0
+            if self._tenants is not None:
+                self._tenants = TenantBlocks(self._tenants.limits, self._capacity_bytes)
 
     # The scheduler's thread.
 
@@ -123,14 +129,21 @@ class MemoryTier(BlockingTier):
                 move_to_end(key)
             except KeyError:
                 absent.append(key)
+        if self._tenants is not None:
+            for key in reversed(list(keys)):
+                record = self._records.get(key)
+                if record is not None and record.tenant is not None:
+                    record.tenant.use(key)
         return absent
 
     def reset_cache(self) -> bool:
         with self._records_lock:
             self.begin_epoch()
             if self._records:  # a release of a million records takes a second: stores and loads release them, in parts
-                self._remains.append(self._records)
+                self._remains.append(cast(OrderedDict[OffloadKey, _Record | None], self._records))
                 self._records = OrderedDict()
+                if self._tenants is not None:
+                    self._remains.extend(self._tenants.clear())
                 self._sweep()
             self._events.clear()
         return True
@@ -149,6 +162,7 @@ class MemoryTier(BlockingTier):
             "used_bytes": self._used_bytes,
             "capacity_bytes": self._capacity_bytes,
             **self._counters.snapshot(),
+            **({} if self._tenants is None else self._tenants.numbers()),
         }
 
     def describe(self) -> Mapping[str, object]:
@@ -174,27 +188,31 @@ class MemoryTier(BlockingTier):
             if self.part_epoch != self.epoch:
                 return {key: Reason.RESET for key, _ in pairs}
             self._sweep()
-            absent = []
+            present, absent = list[OffloadKey](), list[_Pair]()
             for key, block in pairs:
                 if key in self._records:
-                    self._records.move_to_end(key)  # the other stores of the run must not evict this record
+                    present.append(key)
                 else:
                     absent.append((key, block))
+            self._use(present[::-1])  # the other stores of the run must not evict these records
             reserved = len(absent) * self._record_bytes
-            if not self._make_room(reserved):
+            tenant = None if self._tenants is None else self._tenants.tenant(self.part_tenant)
+            if not self._make_room(reserved, tenant):
                 return {key: Reason.NO_SPACE for key, _ in absent}
-            self._used_bytes += reserved
+            self._count(reserved, tenant)
         records: dict[OffloadKey, _Record] = {}
         try:
             for key, block in absent:
                 header, payload = encode_record(key, block, self.tier_spec.namespace_digest, self._codecs)
-                records[key] = _Record(bytearray().join((header, payload)))
+                records[key] = _Record(bytearray().join((header, payload)), tenant=tenant)
         finally:
             with self._records_lock:
                 is_reset = self.part_epoch != self.epoch
                 new = {} if is_reset else {key: record for key, record in records.items() if key not in self._records}
                 self._records.update(new)
-                self._used_bytes += sum(len(record.data) for record in new.values()) - reserved
+                self._count(sum(len(record.data) for record in new.values()) - reserved, tenant)
+                if tenant is not None:
+                    tenant.keys.update(dict.fromkeys(new))
                 self._events.stored(new)
         return dict.fromkeys(records, Reason.RESET) if is_reset else {}
 
@@ -223,34 +241,52 @@ class MemoryTier(BlockingTier):
                 for key, _, record in found:
                     record.readers -= 1
                     if record.is_removed and not record.readers:
-                        self._used_bytes -= len(record.data)
+                        self._count(-len(record.data), record.tenant)
                     if key in reasons and self._records.get(key) is record:
                         self._counters.add("corrupt_blocks_total", reasons[key].value)
                         self._release(self._records.pop(key))
+                        if record.tenant is not None:
+                            record.tenant.keys.pop(key, None)
                         self._events.removed((key,))
         return reasons
 
-    def _make_room(self, wanted_bytes: int) -> bool:
-        """Locked. Evict until `wanted_bytes` fit; return whether they do."""
+    def _make_room(self, wanted_bytes: int, tenant: BlocksOfTenant | None) -> bool:
+        """Locked. Evict until `wanted_bytes` of a tenant fit; return whether they do."""
+        while self._remains and self._used_bytes + wanted_bytes > self._capacity_bytes:
+            self._sweep()
+        missing_bytes = self._used_bytes + wanted_bytes - self._capacity_bytes
+        if missing_bytes > 0 and self._tenants is not None and tenant is not None:
+            self._tenants.make_room(missing_bytes, tenant, wanted_bytes, self._evict_of)
         while self._used_bytes + wanted_bytes > self._capacity_bytes:
-            if self._remains:
-                self._sweep()
-                continue
             if not self._records:
                 return False
             key, record = self._records.popitem(last=False)
-            self._release(record)
-            self._events.removed((key,))
-            self._counters.add("evicted_blocks_total")
-            self._counters.add("wasted_bytes_total", count=0 if record.is_read else len(record.data))
+            if record.tenant is not None:
+                record.tenant.keys.pop(key, None)
+                record.tenant.evicted_blocks += 1
+            self._evicted(key, record)
         return True
+
+    def _evict_of(self, key: OffloadKey, tenant: BlocksOfTenant) -> int:
+        """Locked. Evict a block of a tenant; return how many bytes are free at once."""
+        before = self._used_bytes
+        self._evicted(key, self._records.pop(key))
+        return before - self._used_bytes
+
+    def _evicted(self, key: OffloadKey, record: _Record) -> None:
+        """Locked. Release and count the record of an evicted block."""
+        self._release(record)
+        self._events.removed((key,))
+        self._counters.add("evicted_blocks_total")
+        self._counters.add("wasted_bytes_total", count=0 if record.is_read else len(record.data))
 
     def _sweep(self) -> None:
         """Locked. Release some records from before a reset."""
         if self._remains:
             records = self._remains[0]
             for _ in range(min(_SWEEP_RECORDS, len(records))):
-                self._release(records.popitem()[1])
+                if (record := records.popitem()[1]) is not None:
+                    self._release(record)
             if not records:
                 self._remains.popleft()
 
@@ -258,4 +294,10 @@ class MemoryTier(BlockingTier):
         """Locked. Release the memory of a removed record, at once or after its last load."""
         record.is_removed = True
         if not record.readers:
-            self._used_bytes -= len(record.data)
+            self._count(-len(record.data), record.tenant)
+
+    def _count(self, more_bytes: int, tenant: BlocksOfTenant | None) -> None:
+        """Locked. Count memory that a tenant has from now on, or has no more."""
+        self._used_bytes += more_bytes
+        if tenant is not None:
+            tenant.held += more_bytes

@@ -21,11 +21,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.entries import tier_settings
+from tiered_kv.config.limits import TenantLimits
 from tiered_kv.config.reading import fill_variables
 from tiered_kv.config.validation import suggestion
 from tiered_kv.engines.keywords import known_to_base
 from tiered_kv.errors import ConfigError
-from tiered_kv.hints import HintReader, Hints
+from tiered_kv.hints import DEFAULT_TENANT, HintReader, Hints
 from tiered_kv.metrics.registry import Registry
 from tiered_kv.metrics.series import CounterView
 from tiered_kv.reasons import Reason
@@ -128,7 +129,14 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             config, namespace, row_layout=getattr(offloading_spec, "row_layout", VLLM_ROW_LAYOUT)
         ).identify(block_bytes=self._block_bytes, block_tokens=chunk_tokens(config))
         self._has_events = offloading_spec.kv_events_config.enable_kv_cache_events
-        spec = TierSpec(settings.name, self._block_bytes, identity.digest, identity.described, self._has_events)
+        spec = TierSpec(
+            settings.name,
+            self._block_bytes,
+            identity.digest,
+            identity.described,
+            self._has_events,
+            limits=TenantLimits.of_entry(settings),
+        )
         # A view of our own, of unsigned bytes: vLLM releases its view while our tier may still hold this one.
         view = primary_kv_view.cast("B").cast("B", (self._num_blocks, self._block_bytes))
         require(compare(settings.takes(self._block_bytes)))
@@ -222,6 +230,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             self._submit(job_metadata, [key for key, _ in blocks], [row for _, row in blocks])
 
     def _submit(self, job_metadata: TransferJob, keys: list[OffloadKey], rows: list[int]) -> None:
+        hints = job_metadata.req_context.get_state(Hints)
         job = self._guarded.submit(
             keys,
             rows,
@@ -229,6 +238,7 @@ class TieredKVTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not t
             self,
             is_promotion=job_metadata.is_promotion,
             job_id=job_metadata.job_id,
+            tenant=(hints and hints.tenant) or DEFAULT_TENANT,
         )
         if job is None:
             self._fail(job_metadata)

@@ -81,8 +81,8 @@ def test_the_table_shows_what_each_tenant_holds(stack: Stack, capsys: pytest.Cap
     put(stack, "b", 10)
     assert main(["limit", url_of(stack)]) == 0
     text = capsys.readouterr().out
-    assert [line.split() for line in text.splitlines() if line.split()[:1] == ["b"]] == [
-        ["b", "80%", "320KiB", "40KiB", "0"]
+    assert [line.split() for line in text.splitlines() if line.split()[:2] == ["cpu", "b"]] == [
+        ["cpu", "b", "80%", "320KiB", "40KiB", "0"]
     ]
     assert main(["limit", url_of(stack), "c", "0"]) == 0
     text = capsys.readouterr().out
@@ -100,7 +100,7 @@ def test_a_tenant_of_whom_nothing_is_known_is_said(stack: Stack, capsys: pytest.
 
 def test_names_that_come_and_go_take_a_bounded_amount_of_memory(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiered_kv.stack.limits.NAMES_MAX", 12)
-    monkeypatch.setattr("tiered_kv.cpu.policies.shares.TENANTS_MAX", 6)
+    monkeypatch.setattr("tiered_kv.shares.TENANTS_MAX", 6)
     answers = []
     for number in range(40):
         change = {"tenant": f"t{number}", "limit": "1%"}

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterator, Sequence
 import pytest
 
 from tests.support.shares import QUIET, NoMemory, flood, flooded, found_by_tenant, quiet_requests
+from tiered_kv import shares
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy
-from tiered_kv.cpu.policies import shares as shares_module
 from tiered_kv.cpu.row_table import RowTable
 from tiered_kv.cpu.shared_rows import SharedRows
 from tiered_kv.hints import Hints
@@ -177,7 +177,7 @@ def test_a_smaller_share_takes_effect_with_later_stores() -> None:
     shared = Shared(a="80%", b="20%")
     shared.store("a", 80)
     shared.store("b", 20)
-    shared.rows.shares.change({"a": "20%", "b": "80%"})
+    shared.rows.shares.limits.change({"a": "20%", "b": "80%"})
     assert shared.held() == {"a": 80, "b": 20}
     for _ in range(6):
         shared.store("b", 10)
@@ -185,7 +185,7 @@ def test_a_smaller_share_takes_effect_with_later_stores() -> None:
 
 
 def test_tenants_that_the_limits_do_not_name_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares_module, "TENANTS_MAX", 3)
+    monkeypatch.setattr(shares, "TENANTS_MAX", 3)
     shared = Shared(a="10%")
     for number in range(9):
         shared.store(f"invented-{number}", 2)

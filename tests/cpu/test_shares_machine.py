@@ -65,7 +65,7 @@ class SharesMachine(RuleBasedStateMachine):
 
     @rule(limits=limits)
     def set_limits(self, limits: dict[str, str]) -> None:
-        self.rows.shares.change(limits)
+        self.rows.shares.limits.change(limits)
 
     @rule(tenant=tenants, count=st.integers(1, 12), ends=endings, is_continued=st.booleans())
     def store(self, tenant: str, count: int, ends: str, is_continued: bool) -> None:

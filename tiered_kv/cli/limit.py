@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 import urllib.parse
-from typing import Annotated, Final
+from collections.abc import Mapping
+from typing import Annotated, Final, Self
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from tiered_kv.cli.arguments import describe_use, seconds
 from tiered_kv.cli.ask import fetch, token_of, url_of
 from tiered_kv.cli.output import Status, one_line, print_json, print_table, print_text, printable, progress
 from tiered_kv.config.limits import check_limit
+from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.config.units import rounded_bytes
 from tiered_kv.errors import ConfigError, TierUnavailableError
 
@@ -33,23 +35,43 @@ class _Tenant(BaseModel):
     evicted_blocks: _Whole
 
 
+class _Tier(BaseModel):
+    capacity_bytes: _Whole
+    tenants: dict[_Text, _Tenant]
+
+
 class _Answer(BaseModel):
     """The answer of `/limits`, which `docs/how-to/fair-shares.md` describes."""
 
-    capacity_bytes: _Whole
-    tenants: dict[_Text, _Tenant]
+    capacity_bytes: _Whole | None = None
+    tenants: dict[_Text, _Tenant] | None = None
+    """This and `capacity_bytes` are the primary tier's, if it has shares."""
+    tiers: dict[_Text, _Tier] = Field(default_factory=dict)
+    """Of each other tier that has shares."""
     is_kept: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_whole(self) -> Self:
+        if (self.capacity_bytes is None) != (self.tenants is None) or not self.by_tier():
+            raise ValueError("expected shares")
+        return self
+
+    def by_tier(self) -> dict[str, _Tier]:
+        if self.capacity_bytes is None or self.tenants is None:
+            return self.tiers
+        return {PRIMARY_NAME: _Tier(capacity_bytes=self.capacity_bytes, tenants=self.tenants), **self.tiers}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show the shares of tenants in a running stack and what each tenant holds, or change a share. A change counts "
-        "from the next store on, and goes before the stack's file until it is taken back. The stack needs 'limits' and "
-        "metrics: {listen: ADDRESS}."
+        "from the next store on, and goes before the stack's file until it is taken back. The stack, or a memory "
+        "tier's entry, needs 'limits'; and the stack metrics: {listen: ADDRESS}."
     )
     parser.add_argument("stack", metavar="ADDRESS|STACK", help="http://HOST:PORT, or the file, whose token is sent")
     parser.add_argument("tenant", metavar="TENANT", nargs="?", help="whose share changes; 'default' for all others")
     parser.add_argument("limit", metavar="SIZE|PERCENT", nargs="?", help="the new share, such as 300GiB or 25%%")
+    parser.add_argument("--tier", metavar="NAME", help="in which tier it changes (cpu), or the only one to show")
     parser.add_argument("--take-back", action="store_true", help="end a change: the stack's file counts again")
     parser.add_argument("--namespace", metavar="DIGEST", default="", help="which namespace, if a server has several")
     parser.add_argument("--timeout", metavar="TIME", type=seconds, default=_TIMEOUT_S, help="for the answer (10s)")
@@ -57,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         ("tiered-kv limit http://127.0.0.1:9464", "the shares, and what each tenant holds"),
         ("tiered-kv limit http://127.0.0.1:9464 team-a 300GiB", "change a share"),
+        ("tiered-kv limit http://127.0.0.1:9464 team-a 1TiB --tier memory", "in a memory tier"),
         ("tiered-kv limit stack.yaml team-a --take-back", "let the stack's file count again"),
         found="TENANT has no limit of its own, and has made no request",
     )
@@ -75,6 +98,8 @@ def run(args: argparse.Namespace) -> Status:
         with progress("asking", None):
             if change:
                 asked = {"namespace": args.namespace, "tenant": args.tenant, "limit": args.limit}
+                if args.tier is not None:
+                    asked["tier"] = args.tier
                 token = token_of(args.stack)
                 body = fetch(url, "/limits", args.timeout, body=json.dumps(asked).encode(), headers=token)
             else:
@@ -87,28 +112,38 @@ def run(args: argparse.Namespace) -> Status:
         ) from error
     except ValidationError as error:
         raise TierUnavailableError(f"what answers at {url} is no stack of this kind") from error
+    shown = answer.by_tier()
+    if args.tier is not None:
+        if args.tier not in shown:
+            raise ConfigError(
+                f"the tier '{args.tier}' has no shares; those with shares: {', '.join(shown)}", location="--tier"
+            )
+        shown = {args.tier: shown[args.tier]}
     if args.json:
-        print_json(answer.model_dump(exclude_none=True))
+        print_json(answer.model_dump(exclude_unset=True))
     else:
-        _show(answer, args.tenant)
-    return Status.OK if args.tenant is None or change or args.tenant in answer.tenants else Status.FOUND
+        _show(shown, args.tenant)
+        if answer.is_kept is False:
+            print_text("the change ends with the process: only `tiered-kv serve` keeps it")
+    is_known = any(args.tenant in tier.tenants for tier in shown.values())
+    return Status.OK if args.tenant is None or change or is_known else Status.FOUND
 
 
-def _show(answer: _Answer, wanted: str | None) -> None:
+def _show(shown: Mapping[str, _Tier], wanted: str | None) -> None:
     rows = [
         [
+            tier,
             name,
             tenant.limit + (" (changed)" if tenant.is_changed else ""),
             rounded_bytes(tenant.share_bytes),
             rounded_bytes(tenant.used_bytes),
             f"{tenant.evicted_blocks:,}",
         ]
-        for name, tenant in answer.tenants.items()
+        for tier, shares in shown.items()
+        for name, tenant in shares.tenants.items()
         if wanted in (None, name)
     ]
     if rows:
-        print_table(["tenant", "limit", "share", "holds", "evicted blocks"], rows)
+        print_table(["tier", "tenant", "limit", "share", "holds", "evicted blocks"], rows)
     else:
         print_text(f"{one_line(str(wanted))} has no limit of its own, and has made no request: 'default' counts for it")
-    if answer.is_kept is False:
-        print_text("the change ends with the process: only `tiered-kv serve` keeps it")

@@ -1,7 +1,7 @@
 """The share of a tenant, as `limits` of a stack's file, a command and a file of changed limits give it.
 
-Settings, the primary tier and the command read it, on any thread. A limit stays the text that was given, so that it is
-shown as it was written.
+Settings, tiers and the command read it, on any thread. A limit stays the text that was given, so that it is shown as
+it was written. `TenantLimits` are the limits of one open tier, which may change while the tier is open.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
 
 from tiered_kv.config.units import parse_bytes
 from tiered_kv.hints import DEFAULT_TENANT, TENANT_PATTERN
 
-__all__ = ["DEFAULT_TENANT", "WHOLE", "Limit", "Limits", "check_limit", "limit_bytes"]
+__all__ = ["DEFAULT_TENANT", "WHOLE", "Limit", "Limits", "TenantLimits", "check_limit", "given_limits", "limit_bytes"]
 
 WHOLE: Final = "100%"
 """The share of a tenant without a limit."""
@@ -70,3 +70,33 @@ def _check_names(limits: Mapping[str, str]) -> Mapping[str, str]:
 
 Limits = Annotated[dict[str, Limit], Field(max_length=LIMITS_MAX), AfterValidator(_check_names)]
 """The shares of tenants by their names."""
+
+
+class TenantLimits:
+    """The limits of one tier's tenants, with the changes while it is open. Any thread may call.
+
+    `latest` is another mapping after each change: so who keeps one sees that there was a change.
+    """
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        self.given = dict(given)
+        """The limits of the stack's file, by tenant."""
+        self.changed: Mapping[str, str] = {}
+        """Those that were changed since; they go before `given`."""
+        self.latest: Mapping[str, str] = {DEFAULT_TENANT: WHOLE, **self.given}
+
+    def change(self, changed: Mapping[str, str]) -> None:
+        """Set all changed limits. They count from the next eviction on. One thread at a time calls."""
+        self.changed = changed
+        self.latest = {DEFAULT_TENANT: WHOLE, **self.given, **changed}
+
+    @classmethod
+    def of_entry(cls, settings: BaseModel) -> TenantLimits | None:
+        """Return new limits of a tier's entry; None if it has none."""
+        given = given_limits(settings)
+        return None if given is None else cls(given)
+
+
+def given_limits(settings: BaseModel) -> Mapping[str, str] | None:
+    """Return the limits in a tier's entry; None if it has none, or its model has no field `limits`."""
+    return getattr(settings, "limits", None) if "limits" in type(settings).model_fields else None

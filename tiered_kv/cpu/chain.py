@@ -73,7 +73,7 @@ class RequestChain:
 
     def __init__(self) -> None:
         self.hints: Hints | None = None
-        self.guests: dict[Any, RequestChain] | None = None  # Any: `Tenant`, whose file imports this one
+        self.guests: dict[Any, RequestChain] | None = None  # Any: `PolicyTenant`, whose file imports this one
         self.last_use = 0
         self.note: Any = None  # Any: the policy's own type
         self.position_of: Callable[[OffloadKey], int | None] | None = None

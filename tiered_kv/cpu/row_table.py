@@ -14,6 +14,7 @@ import ctypes
 from typing import Any, Final, TypeVar
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.limits import DEFAULT_TENANT
 
 NO_KEY: Final = OffloadKey(b"")
 A_LOAD: Final = 1 << 20
@@ -71,6 +72,11 @@ class RowTable:
     def __len__(self) -> int:
         """Return how many rows have been used, from the first on."""
         return len(self.key)
+
+    def tenant(self, row: int) -> str:
+        """Return the tenant of the request that used a row's block last."""
+        chain = self.chain[row]
+        return (chain is not None and chain.hints is not None and chain.hints.tenant) or DEFAULT_TENANT
 
     def grow(self, count: int) -> range:
         """Add the next `count` rows, which are free, and return them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.limits import TenantLimits
 from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.chain import RequestChain
@@ -38,7 +39,7 @@ class SharedRows(PrimaryRows):
         self.shares = FairShares(
             backend.table,
             lambda table: checked_policy(make_policy(policy, table), table),
-            limits,
+            TenantLimits(limits),
             backend.block_size,
         )
         super().__init__(backend, self.shares, enable_events=enable_events)
@@ -57,14 +58,8 @@ class SharedRows(PrimaryRows):
         super().release(rows)
 
     def measure(self) -> Iterator[tuple[str, list[Family]]]:
-        shares, block_bytes = self.shares, self.backend.block_size
-        found, named = shares.tenants, dict.fromkeys(shares.limits, 0)  # those without a request yet have 0
-        values = {
-            "tenant_used_bytes": named | {each.name: each.held * block_bytes for each in found},
-            "tenant_share_bytes": {name: shares.share_bytes(name) for name in named | {each.name: 0 for each in found}},
-            "tenant_evicted_blocks_total": named | {each.name: each.evicted_blocks for each in found},
-        }
-        yield PRIMARY_NAME, [by_label(TENANTS[name], by_tenant) for name, by_tenant in values.items()]
+        numbers = self.shares.numbers()
+        yield PRIMARY_NAME, [by_label(TENANTS[name], by_tenant) for name, by_tenant in numbers.items()]
 
     def _make_room(self, count: int, chain: RequestChain, evicted: list[OffloadKey], *, ahead: int = 0) -> bool:
         self.shares.expect(chain, 0 if self._is_granting else max(count, ahead))

@@ -17,8 +17,8 @@ from tiered_kv.metrics.histogram import HistogramValue, checked_histogram, is_hi
 from tiered_kv.metrics.metric import Metric
 
 _DEPTH_MAX: Final = 4  # labels of a number
-_NUMBERS_MAX: Final = 4096
-"""Limit of numbers that are read from one tier's `stats`."""
+_NUMBERS_MAX: Final = 8192
+"""Limit of numbers that are read from one tier's `stats`; the tenants that a tier may know have three each."""
 
 
 class OwnNumber(NamedTuple):

@@ -111,7 +111,7 @@ TENANTS: Final = table(
     Metric("tenant_share_bytes", "The tenant's share of the capacity.", ("tenant",)),
     Metric("tenant_evicted_blocks_total", "Blocks of the tenant that were evicted to make room.", ("tenant",)),
 )
-"""Metrics of a primary tier with `limits`, by `SharedRows.measure` in `cpu/shared_rows.py`."""
+"""Metrics of a tier with `limits`, by `Shares.numbers` in `shares.py`."""
 
 HISTORY: Final = table(
     Metric("blocks_total", "Blocks that requests asked for.", ("result",), values=_each("hit", "miss")),
@@ -225,6 +225,7 @@ MANAGER: Final = {
 """The manager's counters, by name."""
 
 COMMON: Final = table(
+    *TENANTS.values(),
     Metric("blocks", "Blocks in the tier."),
     Metric("used_bytes", "Bytes that count against the capacity."),
     Metric("capacity_bytes", "The limit of used_bytes; shared storage may exceed it until the next sweep."),

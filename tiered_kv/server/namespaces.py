@@ -198,7 +198,7 @@ class Namespaces:
     def _serve(self, config: StackConfig) -> ServedStack:
         stack = ServedStack(self._warmed(config), lambda: self.wake(), self.socket_path)
         if path := self._limits_path(config.identity.digest.hex()):
-            restore_limits(stack.manager.primary, path)
+            restore_limits(stack.manager, path)
         return stack
 
     def _limits_path(self, digest: str) -> Path | None:

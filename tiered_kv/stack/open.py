@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.limits import TenantLimits
 from tiered_kv.config.secrets import error_text
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.stack_config import StackConfig, load_config
@@ -280,6 +281,7 @@ def open_tier(
         ConfigError, TierError: The tier cannot be opened.
     """
     identity = config.identity
+    more.setdefault("limits", TenantLimits.of_entry(settings))
     spec = TierSpec(settings.name, config.block.bytes, identity.digest, identity.described, **more)
     with located(config, settings):
         return SecondaryTierFactory.create(spec, kv_view, settings)

@@ -24,7 +24,9 @@ from typing import Any, ClassVar, Final, Protocol, Self
 import numpy as np
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext, RequestOffloadingContext
+from tiered_kv.config.limits import TenantLimits
 from tiered_kv.errors import ConfigError
+from tiered_kv.hints import DEFAULT_TENANT
 from tiered_kv.reasons import Reason
 
 JobId = int
@@ -49,6 +51,7 @@ class JobMetadata:
         req_context: The request; without an id, the blocks belong to no running request.
         deadline: When the job expires, in seconds of `time.monotonic()`; None for never. A tier may cancel a job
             that cannot meet it, but must still report the job: its rows are not reused before the report.
+        tenant: For whose share of the tier the blocks of a store count; `DEFAULT_TENANT` in a tier without `limits`.
     """
 
     job_id: JobId
@@ -57,6 +60,7 @@ class JobMetadata:
     is_promotion: bool
     req_context: ReqContext
     deadline: float | None = None
+    tenant: str = DEFAULT_TENANT
 
 
 @dataclass
@@ -111,6 +115,8 @@ class TierSpec:
         on_finished: Called on any thread when a job has ended or lookups were answered; returns at once. Optional.
         holds_records: Whether `memory` holds records in place of blocks, for a copy between storages: the tier stores
             each as it is, and gets no loads. Only for tiers with `takes_records`.
+        limits: The tenants' shares of the tier's capacity, which may change; None without shares. A stack makes them of
+            the field `limits`, if the model of the tier's entry has one. `tiered_kv.toolkit.shares` follows them.
     """
 
     name: str
@@ -121,6 +127,7 @@ class TierSpec:
     memory: memoryview | None = None
     on_finished: Callable[[], None] | None = None
     holds_records: bool = False
+    limits: TenantLimits | None = None
 
     def __post_init__(self) -> None:
         digest = self.namespace_digest

@@ -100,8 +100,10 @@ class Cascade:
         """Keep the blocks pinned until the store has ended."""
 
     def _submit(self, selections: list[tuple[GuardedTier, Offer]], req_context: ReqContext) -> None:
+        table = self._rows.table
         for guarded, taken in selections:  # each gets a list of its own, which a tier may change
-            if not guarded.submit(taken.keys.copy(), taken.rows, req_context, self, is_promotion=False):
+            keys, tenant = taken.keys.copy(), table.tenant(taken.rows[0])
+            if not guarded.submit(keys, taken.rows, req_context, self, is_promotion=False, tenant=tenant):
                 self._rows.unpin(taken.rows)
 
     def _offer_of(self, rows: list[int]) -> Offer:

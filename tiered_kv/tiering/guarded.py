@@ -16,8 +16,10 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
+from tiered_kv.config.limits import given_limits
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import HOURS_A_DAY
+from tiered_kv.hints import DEFAULT_TENANT
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.notices import Notices
 from tiered_kv.reasons import Reason, TooSlow
@@ -106,6 +108,8 @@ class GuardedTier:
         is_nonblocking = getattr(tier, "is_nonblocking", False) is True
         self.tier = tier if is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
         self.settings = settings
+        self.has_shares = given_limits(settings) is not None
+        """Whether its stores count for tenants. Then a store has blocks of one tenant."""
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
         self.admission = Admission(settings.admit_after)
         if settings.write_budget is not None:
@@ -194,8 +198,9 @@ class GuardedTier:
         *,
         is_promotion: bool,
         job_id: JobId | None = None,
+        tenant: str = DEFAULT_TENANT,
     ) -> SubmittedJob | None:
-        """Submit a job of `owner` that loads `keys` into `rows`, or stores them from these rows.
+        """Submit a job of `owner` that loads `keys` into `rows`, or stores them from these rows for a tenant.
 
         Returns:
             The job; None if the tier raised an exception.
@@ -205,7 +210,8 @@ class GuardedTier:
         job_id = next(_job_ids) if job_id is None else job_id
         budget = self.loads if is_promotion else self.stores
         in_flight = self.blocks_before_load(len(rows)) + len(rows) if is_promotion else 0
-        metadata = JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline)
+        tenant = tenant if self.has_shares else DEFAULT_TENANT  # else stores of several tenants are not run together
+        metadata = JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline, tenant)
         job = SubmittedJob(metadata, rows, owner, in_flight)
         try:
             (self.tier.submit_load if is_promotion else self.tier.submit_store)(job.metadata)

@@ -14,7 +14,9 @@ from tiered_kv.base import (
     OffloadKey,
     ReqContext,
 )
+from tiered_kv.config.limits import TenantLimits
 from tiered_kv.config.settings import PRIMARY_NAME
+from tiered_kv.cpu.shared_rows import SharedRows
 from tiered_kv.metrics.step_timer import timed
 from tiered_kv.system.step import STEP
 from tiered_kv.tiering.engine_calls import EngineCalls
@@ -247,3 +249,8 @@ class TieringOffloadingManager(EngineCalls, CalledManager):
     def removed_tiers(self) -> dict[str, str]:
         """Return the stage of each tier that was taken out, or is not open yet, by name. Any thread may call."""
         return self.removals.stages()
+
+    def tenant_limits(self) -> dict[str, TenantLimits]:
+        """Return the limits of tenants in each tier that has some, by its name. Any thread may call."""
+        own = {PRIMARY_NAME: self.primary.shares.limits} if isinstance(self.primary, SharedRows) else {}
+        return {**own, **self._tiers.limits()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from tiered_kv.base import ReqContext
+from tiered_kv.config.limits import TenantLimits
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.metrics.history.recorder import BlockHistory
@@ -84,6 +85,11 @@ class GuardedTiers(tuple[GuardedTier, ...]):
     def disabled(self) -> set[str]:
         """Return the names of the tiers that are not used any more. Any thread may call."""
         return {guarded.name for guarded in self if guarded.is_disabled}
+
+    def limits(self) -> dict[str, TenantLimits]:
+        """Return the limits of tenants of each tier that has some, by the tier's name. Any thread may call."""
+        found = {guarded.name: guarded.tier.tier_spec.limits for guarded in self}
+        return {name: limits for name, limits in found.items() if limits is not None}
 
     def reserve_stores(self, num_blocks: int) -> bool:
         """Reserve store budget in every tier; return False if a tier has too little now."""

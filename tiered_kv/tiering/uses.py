@@ -15,6 +15,7 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.rows import PrimaryRows
+from tiered_kv.hints import DEFAULT_TENANT
 from tiered_kv.tiering.admission import Offer
 from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
@@ -171,20 +172,23 @@ class _Lacked:
             return
         room = min(room, max(1, guarded.stores.blocks_max // 2))  # new blocks get the other half
         offer, table = Offer([], [], self._rows.table.position.__getitem__), self._rows.table
+        tenant, tenant_of = "", table.tenant if guarded.has_shares else _no_tenant
         while self.wanted and len(offer) < room:
             key = next(iter(self.wanted))
-            del self.wanted[key]
-            guarded.lacking.pop(key, None)
             if (row := self._may_store(key)) is not None:
+                if (own := tenant_of(row)) != (tenant := tenant or own):
+                    break
                 offer.keys.append(key)
                 offer.rows.append(row)
+            del self.wanted[key]
+            guarded.lacking.pop(key, None)
         context = ReqContext()
         offer.is_promoted = bool(offer.rows and table.source[offer.rows[0]])
         taken = guarded.select(offer, context) if offer else offer
         if taken:
             self._rows.pin(taken.rows)
             guarded.account.offered_again(len(taken))
-            if guarded.submit(taken.keys, taken.rows, context, self, is_promotion=False) is None:
+            if guarded.submit(taken.keys, taken.rows, context, self, is_promotion=False, tenant=tenant) is None:
                 self._rows.unpin(taken.rows)
                 self._pause()
 
@@ -220,3 +224,7 @@ class _Lacked:
             return None
         is_above = self._guarded.number < self._rows.table.source[row]
         return None if is_above and not self._guarded.settings.fill_on_promotion else row
+
+
+def _no_tenant(row: int) -> str:
+    return DEFAULT_TENANT

@@ -18,6 +18,7 @@ zstd                    the codec `zstd`
 epoch                   separates blocks from before a reset from later ones
 claimed                 a directory that belongs to one type of tier
 small_files             files that are replaced in one step
+shares                  the blocks of a tier by tenant, where tenants have shares
 touches                 uses of blocks, noted in a storage in the background
 resolver                connections to servers, with deadlines
 failure_texts           the last failures, in sentences for the log

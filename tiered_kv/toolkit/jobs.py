@@ -68,6 +68,7 @@ class Job:
         self.keys: Sequence[OffloadKey] = keys if isinstance(keys, Sequence) else tuple(keys)
         self.deadline = math.inf if metadata.deadline is None else metadata.deadline  # seconds of the tier's clock
         self.submitted_s = submitted_s  # by the tier's clock
+        self.tenant = metadata.tenant
         self.epoch = epoch  # the tier's, when the job was submitted
         self.part_blocks = part_blocks  # blocks of one part, at most
         # Cursors.
@@ -227,6 +228,7 @@ class PartQueue:
                 job = queue[0]
                 room -= job.end_block
                 is_alike = job.epoch == first.epoch and job.deadline <= first.deadline + _TOGETHER_S
+                is_alike = is_alike and job.tenant == first.tenant
                 if job.next_block or room < 0 or not is_alike or not keys.isdisjoint(job.keys):
                     break
                 keys.update(job.keys)

@@ -13,6 +13,7 @@ from typing import ClassVar
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.errors import ConfigError
+from tiered_kv.hints import DEFAULT_TENANT
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from tiered_kv.toolkit.codecs import CODEC_IDS, ENCRYPTED_IDS, CodecSettings
 from tiered_kv.toolkit.encryption import ENVELOPE_BYTES
@@ -48,6 +49,8 @@ class KeyStore:
         facts = settings.storage_facts()
         self.capacity_bytes, self.ttl_s = facts.capacity_bytes, facts.ttl_s
         self.written_blocks = self.moved_blocks = self.read_blocks = self.evicted_blocks = self.lookup_requests = 0
+        self.tenant = DEFAULT_TENANT
+        """For whose share the blocks of the next `store` count."""
         self._written_s: OrderedDict[OffloadKey, float] = OrderedDict()
         """When each block was written or renewed, by `clock`. The next block to evict is the first."""
         if self.capacity_bytes is not None and self.capacity_bytes < self.record_bytes:
@@ -139,6 +142,7 @@ class KeysOnlyTier(SecondaryTierManager):
     def get_finished(self) -> Iterable[JobResult]:
         stores, self._stores = self._stores, []
         for job in stores:
+            self._keys.tenant = job.tenant
             self._end(job, self._keys.store(list(job.keys)), "no_space", self._step)
         step, self._step = self._step, self._step + 1  # the manager asks once a step
         ended = [result for due, result in self._ended if due <= step]

@@ -26,6 +26,7 @@ import numpy as np
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.secrets import scrub
 from tiered_kv.errors import TierError
+from tiered_kv.hints import DEFAULT_TENANT
 from tiered_kv.reasons import Reason
 from tiered_kv.system.log_limit import LogLimit
 from tiered_kv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
@@ -42,6 +43,7 @@ _ROWS_LOGGED: Final = 16
 PART_DEADLINE: ContextVar[float] = ContextVar("tiered_kv_part_deadline", default=math.inf)
 PROBE_REQ_IDS: ContextVar[Sequence[str]] = ContextVar("tiered_kv_probe_req_ids", default=())
 PART_EPOCH: ContextVar[int] = ContextVar("tiered_kv_part_epoch")
+PART_TENANT: ContextVar[str] = ContextVar("tiered_kv_part_tenant", default=DEFAULT_TENANT)
 
 
 def block_bytes_of(primary_kv_view: memoryview) -> int:
@@ -244,6 +246,11 @@ class QueuedTier(SecondaryTierManager):
         """The epoch in which the job was submitted that this thread or task serves; see `begin_epoch`."""
         return PART_EPOCH.get()
 
+    @property
+    def part_tenant(self) -> str:
+        """The tenant of the job that this thread or task serves: for whose share its blocks count."""
+        return PART_TENANT.get()
+
     def _begin_part(self, part: Part) -> Outcome | None:
         """Return None if the part may run, else its outcome."""
         job = part.job
@@ -257,6 +264,7 @@ class QueuedTier(SecondaryTierManager):
             return Outcome((), Reason.NO_ROW)  # the engine's fault
         PART_EPOCH.set(job.epoch)
         PART_DEADLINE.set(job.deadline)
+        PART_TENANT.set(job.tenant)
         return None
 
     def _end_part(self, part: Part, outcome: Outcome) -> None:

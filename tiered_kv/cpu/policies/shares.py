@@ -4,44 +4,36 @@
 Each tenant has a policy of its own over its rows, so no eviction looks at the rows of others. What must stay true:
 every evictable row is in one tenant's policy, and a tenant's `held` counts its rows in every state.
 
-The rule: a block goes from the tenant that holds most of its share, while one holds more than its share. If none does,
-the blocks that were used least recently decide which tenant loses one. A share refuses nothing, and reserves nothing
-that is free.
+`Shares` chooses a tenant that holds more than its share. If none does, the blocks that were used least recently decide
+which tenant loses one.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
-from tiered_kv.config.limits import DEFAULT_TENANT, WHOLE, limit_bytes
+from tiered_kv.config.limits import DEFAULT_TENANT, TenantLimits
 from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.policies import CachePolicy
 from tiered_kv.cpu.policies.checked import CheckedPolicy
 from tiered_kv.cpu.row_table import RowTable, unwatched
+from tiered_kv.shares import Shares, Tenant
 
-TENANTS_MAX: Final = 1000
-"""Limit of the tenants that `limits` does not name; the requests of further ones count for `DEFAULT_TENANT`."""
 _SAMPLES: Final = 16
 """Rows drawn at random to find the tenant whose blocks were used least recently."""
-_ROUNDS_MAX: Final = 16
-"""About how many times one eviction chooses a tenant, if several are over their shares."""
 
 
-class Tenant:
-    """A tenant of the primary tier: what it may keep, what it has, and the policy over its rows."""
+class PolicyTenant(Tenant):
+    """A tenant of the primary tier, with the policy over its rows. It holds rows in every state."""
 
-    __slots__ = ("evicted_blocks", "held", "name", "policy", "share")
+    __slots__ = ("policy",)
 
     def __init__(self, name: str, policy: CachePolicy) -> None:
-        self.name = name
+        super().__init__(name)
         self.policy = policy
-        self.share = 0.0  # rows
-        self.held = 0  # rows: evictable, pinned, or being written
-        self.evicted_blocks = 0
 
 
 class FairShares(CachePolicy):
@@ -53,69 +45,42 @@ class FairShares(CachePolicy):
     Args:
         table: The state of the rows.
         make: Makes the policy of one tenant.
-        limits: The shares by tenant, as texts of `limits` in a stack's file.
+        limits: The limits by tenant.
         block_bytes: Bytes of a row.
     """
 
     def __init__(
-        self, table: RowTable, make: Callable[[RowTable], CachePolicy], limits: Mapping[str, str], block_bytes: int
+        self, table: RowTable, make: Callable[[RowTable], CachePolicy], limits: TenantLimits, block_bytes: int
     ) -> None:
         super().__init__(table)
-        self._make, self._block_bytes = make, block_bytes
-        self.given = dict(limits)
-        """The limits of the stack's file, by tenant."""
-        self.changed: Mapping[str, str] = {}
-        """Those that were changed since; they go before `given`."""
-        self.lock = threading.Lock()
-        """Held by threads that change limits, never by the manager's."""
-        self._wanted = self._limits = self.limits  # the latest limits, and those that count since the last eviction
-        self._tenants: dict[str, Tenant] = {}
-        self._tenant_of: list[Tenant | None] = unwatched([])  # by row; no tenant leads back to this list
+        self.limits = limits
+        self._shares = Shares(limits, self.num_blocks, block_bytes, lambda name: PolicyTenant(name, make(table)))
+        self.numbers = self._shares.numbers
+        self._tenant_of: list[PolicyTenant | None] = unwatched([])  # by row; no tenant leads back to this list
         self._size = 0
-        self._unnamed = 0
-        self._asking: Tenant | None = None
+        self._asking: PolicyTenant | None = None
         self._incoming = 0
-        self._evicted_from: dict[Tenant, None] = {}  # in this step
+        self._evicted_from: dict[PolicyTenant, None] = {}  # in this step
         self._chance = random.Random(0)
-        default = self._tenant(DEFAULT_TENANT)
-        self.ends_every_step = isinstance(default.policy, CheckedPolicy)
+        self.ends_every_step = isinstance(self._shares.tenant(DEFAULT_TENANT).policy, CheckedPolicy)
         """Whether `end_step` is called after each step, and not only after those with an eviction."""
 
     def __len__(self) -> int:
         return self._size
 
     @property
-    def tenants(self) -> list[Tenant]:
+    def tenants(self) -> list[PolicyTenant]:
         """All tenants that have had requests, and `DEFAULT_TENANT`. Any thread may call."""
-        return list(self._tenants.values())
-
-    @property
-    def limits(self) -> Mapping[str, str]:
-        """The limits by tenant, with the last changes. Any thread may call."""
-        return {DEFAULT_TENANT: WHOLE, **self.given, **self.changed}
-
-    def share_bytes(self, name: str) -> int:
-        """Return the share of a tenant by the last limits, in bytes. Any thread may call."""
-        limits = self._wanted
-        return limit_bytes(limits.get(name, limits[DEFAULT_TENANT]), self.num_blocks * self._block_bytes)
+        return self._shares.tenants
 
     @property
     def failure(self) -> str:
         """Why lru replaced a third-party policy of a tenant; empty while it is used."""
         return next(filter(None, (getattr(each.policy, "failure", "") for each in self.tenants)), "")
 
-    def change(self, changed: Mapping[str, str]) -> None:
-        """Set all changed limits. They count from the next eviction on. Any thread with `lock` may call."""
-        self.changed = changed
-        self._wanted = self.limits
-
     def expect(self, chain: RequestChain, rows: int) -> None:
         """Note that room is made for so many rows of the request of `chain`; `evict` follows."""
-        if self._wanted is not self._limits:
-            self._limits = self._wanted
-            self._unnamed = sum(name not in self._limits for name in self._tenants)
-            for tenant in self._tenants.values():
-                self._set_share(tenant)
+        self._shares.follow_limits()
         self._asking, self._incoming = self._tenant_for(chain), rows
 
     def freed(self, rows: Collection[int]) -> None:
@@ -152,7 +117,7 @@ class FairShares(CachePolicy):
         self._size = 0
         kept = list(rows) if self.ends_every_step else []  # the built-in policies do not look at them
         remains: list[Any] = []
-        for tenant in self._tenants.values():
+        for tenant in self.tenants:
             remains += tenant.policy.clear([row for row in kept if self._tenant_of[row] is tenant])
         return remains
 
@@ -171,7 +136,7 @@ class FairShares(CachePolicy):
     def evict(self, count: int, step: int, spare: RequestChain | None = None) -> list[int] | None:
         if count > self._size:
             return None
-        taken: list[tuple[Tenant, list[int]]] = []
+        taken: list[tuple[PolicyTenant, list[int]]] = []
         missing = self._take_from_those_over(count, step, spare, taken)
         if missing:
             missing = self._take_by_recency(missing, step, spare, taken)
@@ -190,57 +155,36 @@ class FairShares(CachePolicy):
         return victims
 
     def end_step(self) -> None:
-        for tenant in self._tenants.values() if self.ends_every_step else self._evicted_from:
+        for tenant in self.tenants if self.ends_every_step else self._evicted_from:
             tenant.policy.end_step()
         self._evicted_from.clear()
 
     # The tenant that loses blocks.
 
     def _take_from_those_over(
-        self, count: int, step: int, spare: RequestChain | None, taken: list[tuple[Tenant, list[int]]]
+        self, count: int, step: int, spare: RequestChain | None, taken: list[tuple[PolicyTenant, list[int]]]
     ) -> int:
         """Evict up to `count` rows of tenants over their shares, and return how many are missing.
 
-        The rows that are asked for count for their tenant: else each store would take from others what is just its
-        share. Rows that engines have been granted in advance belong to no tenant, and make all shares smaller.
+        Rows that engines have been granted in advance belong to no tenant, and make all shares smaller.
         """
-        asking = self._asking if self._incoming else None
-        total = sum([tenant.held for tenant in self._tenants.values()]) + (self._incoming if asking else 0)
-        part = max(total - count, 0) / self.num_blocks
-        used: dict[Tenant, int] = {}
-        shares: dict[Tenant, float] = {}
-        over: dict[Tenant, float] = {}
-        for tenant in self._tenants.values():
-            held, share = tenant.held, tenant.share * part
-            if tenant is asking:
-                held += self._incoming
-            if held > share:
-                used[tenant], shares[tenant], over[tenant] = held, share, held / max(share, 0.5)
-        least = max(1, count // _ROUNDS_MAX)
-        while count and over:
-            tenant = max(over, key=over.__getitem__)
-            ratio = over.pop(tenant)
-            share = shares[tenant]
-            excess = math.ceil(used[tenant] - share)
-            until_next = math.ceil(used[tenant] - max(over.values(), default=0.0) * max(share, 0.5))
-            rows = self._take(tenant, min(count, excess, max(until_next, least)), step, spare)
+
+        def take(tenant: PolicyTenant, wanted: int) -> int:
+            rows = self._take(tenant, wanted, step, spare)
             if not rows and spare is not None and tenant is self._asking:
                 # Its own request has all that it can give: others do not lose blocks for it.
-                rows = self._take(tenant, min(count, excess), step, None)
-            if not rows:
-                continue
-            taken.append((tenant, rows))
-            count -= len(rows)
-            used[tenant] -= len(rows)
-            if used[tenant] > share:
-                over[tenant] = min(ratio, used[tenant] / max(share, 0.5))
-        return count
+                rows = self._take(tenant, wanted, step, None)
+            if rows:
+                taken.append((tenant, rows))
+            return len(rows)
+
+        return self._shares.evict(count, self._asking, self._incoming, take)
 
     def _take_by_recency(
-        self, count: int, step: int, spare: RequestChain | None, taken: list[tuple[Tenant, list[int]]]
+        self, count: int, step: int, spare: RequestChain | None, taken: list[tuple[PolicyTenant, list[int]]]
     ) -> int:
         """Evict up to `count` rows of any tenants, and return how many are missing."""
-        unable: set[Tenant] = set()
+        unable: set[PolicyTenant] = set()
         most = max(8, count // 8)
         while count and (tenant := self._least_recent(unable)) is not None:
             rows = self._take(tenant, min(count, most), step, spare)
@@ -251,7 +195,7 @@ class FairShares(CachePolicy):
             count -= len(rows)
         return count
 
-    def _least_recent(self, unable: Collection[Tenant]) -> Tenant | None:
+    def _least_recent(self, unable: Collection[PolicyTenant]) -> PolicyTenant | None:
         """Return the tenant of the least recently used of some evictable rows, which are drawn at random.
 
         Clients make up names of tenants: only where no drawn row may go does it look at all of them.
@@ -266,10 +210,10 @@ class FairShares(CachePolicy):
                 found, least = tenant, chain.last_use
         if found is not None:
             return found
-        able = [each for each in self._tenants.values() if each not in unable and len(each.policy)]
+        able = [each for each in self.tenants if each not in unable and len(each.policy)]
         return max(able, key=lambda each: len(each.policy), default=None)
 
-    def _take(self, tenant: Tenant, count: int, step: int, spare: RequestChain | None) -> list[int]:
+    def _take(self, tenant: PolicyTenant, count: int, step: int, spare: RequestChain | None) -> list[int]:
         """Evict `count` rows of one tenant, or as many of them as it can give."""
         policy = self._ready(tenant)
         if spare is not None and self._tenant_for(spare) is not tenant:
@@ -286,35 +230,19 @@ class FairShares(CachePolicy):
 
     # Tenants.
 
-    def _tenant_for(self, chain: RequestChain) -> Tenant:
+    def _tenant_for(self, chain: RequestChain) -> PolicyTenant:
         """Return the tenant of a request."""
         name = chain.hints.tenant if chain.hints is not None else ""
-        return self._tenants.get(name or DEFAULT_TENANT) or self._tenant(name)
+        return self._shares.tenant(name or DEFAULT_TENANT)
 
-    def _tenant(self, name: str) -> Tenant:
-        """Return a tenant by its name; a new one unless there are too many."""
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            if name not in self._limits:
-                if self._unnamed >= TENANTS_MAX:
-                    return self._tenants[DEFAULT_TENANT]
-                self._unnamed += 1
-            tenant = self._tenants[name] = Tenant(name, self._make(self.table))
-            self._set_share(tenant)
-        return tenant
-
-    def _set_share(self, tenant: Tenant) -> None:
-        limit = self._limits.get(tenant.name, self._limits[DEFAULT_TENANT])
-        tenant.share = limit_bytes(limit, self.num_blocks * self._block_bytes) / self._block_bytes
-
-    def _ready(self, tenant: Tenant) -> CachePolicy:
+    def _ready(self, tenant: PolicyTenant) -> CachePolicy:
         """Return a tenant's policy, which knows the time, and how many rows are its own."""
         policy = tenant.policy
         policy.now_s = self.now_s
         policy.num_blocks = max(1, int(tenant.share), tenant.held)
         return policy
 
-    def _guest(self, chain: RequestChain, host: Tenant) -> RequestChain:
+    def _guest(self, chain: RequestChain, host: PolicyTenant) -> RequestChain:
         """Return the chain that stands for a request in the policy of another tenant."""
         if chain.guests is None:
             chain.guests = {}
@@ -325,7 +253,7 @@ class FairShares(CachePolicy):
         guest.refresh()
         return guest
 
-    def _by_tenant(self, rows: Collection[int]) -> Iterable[tuple[Tenant, Collection[int]]]:
+    def _by_tenant(self, rows: Collection[int]) -> Iterable[tuple[PolicyTenant, Collection[int]]]:
         """Return the rows of each tenant, in their order; most often all are of one tenant."""
         tenant_of = self._tenant_of
         found = dict.fromkeys(map(tenant_of.__getitem__, rows))
