@@ -11,7 +11,7 @@ from tiered_kv.base import OffloadKey
 from tiered_kv.config.limits import TenantLimits
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.toolkit.keys_only import KeyStore
-from tiered_kv.toolkit.shares import BlocksOfTenant, TenantBlocks
+from tiered_kv.toolkit.shares import SharedBlocks, TenantBlocks
 from tiered_kv_memory.settings import MemorySettings
 
 
@@ -22,9 +22,9 @@ class MemoryKeys(KeyStore):
         super().__init__(settings, block_bytes, clock)
         assert isinstance(settings, MemorySettings)
         self._capacity = settings.capacity
-        self._tenant_of: dict[OffloadKey, BlocksOfTenant] = {}
+        self._tenant_of: dict[OffloadKey, TenantBlocks] = {}
         limits = TenantLimits.of_entry(settings)
-        self._tenants = None if limits is None else TenantBlocks(limits, settings.capacity)
+        self._tenants = None if limits is None else SharedBlocks(limits, settings.capacity)
 
     def store(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         if self._tenants is None:
@@ -53,7 +53,7 @@ class MemoryKeys(KeyStore):
             for key in reversed(keys):
                 self._tenant_of[key].use(key)
 
-    def _evict_of(self, key: OffloadKey, tenant: BlocksOfTenant) -> int:
+    def _evict_of(self, key: OffloadKey, tenant: TenantBlocks) -> int:
         del self._written_s[key], self._tenant_of[key]
         tenant.held -= self.record_bytes
         self.evicted_blocks += 1

@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from tiered_kv.base import OffloadingEvent, OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError
@@ -20,7 +20,7 @@ from tiered_kv.tiering.base import JobMetadata
 from tiered_kv.toolkit import BlockingTier, Outcome
 from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv.toolkit.record import HEADER_BYTES, RecordStatus, decode_record, encode_record
-from tiered_kv.toolkit.shares import BlocksOfTenant, TenantBlocks
+from tiered_kv.toolkit.shares import SharedBlocks, TenantBlocks
 from tiered_kv_memory.metrics import METRICS
 from tiered_kv_memory.settings import MemorySettings
 
@@ -42,7 +42,7 @@ class _Record:
     readers: int = 0  # loads in flight
     is_read: bool = False  # whether it was ever loaded
     is_removed: bool = False  # no lookup finds it; its memory counts until the last load ends
-    tenant: BlocksOfTenant | None = None  # for whom it counts, with shares
+    tenant: TenantBlocks | None = None  # for whom it counts, with shares
 
 
 class MemoryTier(BlockingTier):
@@ -74,10 +74,10 @@ class MemoryTier(BlockingTier):
         self._records_lock = threading.Lock()
         # Bytes of records, removed records that loads still read, records from before a reset, and stores in flight.
         self._used_bytes = 0
-        self._remains: deque[OrderedDict[OffloadKey, _Record | None]] = deque()
+        self._remains: deque[OrderedDict[OffloadKey, _Record] | OrderedDict[OffloadKey, None]] = deque()
         """Records from before resets, and tenants' keys. No lookup finds these records."""
         limits = self.tier_spec.limits
-        self._tenants = None if limits is None else TenantBlocks(limits, self._capacity_bytes)
+        self._tenants = None if limits is None else SharedBlocks(limits, self._capacity_bytes)
         self._counters = Counters(METRICS)
         self._absent: deque[OffloadKey] = deque(maxlen=_ABSENT_MAX)  # touched, but missing; the scheduler's
         self._events = EventLog(self.tier_spec.wants_events)
@@ -100,7 +100,7 @@ class MemoryTier(BlockingTier):
             self._remains.clear()
             self._used_bytes = 0
             if self._tenants is not None:
-                self._tenants = TenantBlocks(self._tenants.limits, self._capacity_bytes)
+                self._tenants = SharedBlocks(self._tenants.limits, self._capacity_bytes)
 
     # The scheduler's thread.
 
@@ -140,7 +140,7 @@ class MemoryTier(BlockingTier):
         with self._records_lock:
             self.begin_epoch()
             if self._records:  # a release of a million records takes a second: stores and loads release them, in parts
-                self._remains.append(cast(OrderedDict[OffloadKey, _Record | None], self._records))
+                self._remains.append(self._records)
                 self._records = OrderedDict()
                 if self._tenants is not None:
                     self._remains.extend(self._tenants.clear())
@@ -250,7 +250,7 @@ class MemoryTier(BlockingTier):
                         self._events.removed((key,))
         return reasons
 
-    def _make_room(self, wanted_bytes: int, tenant: BlocksOfTenant | None) -> bool:
+    def _make_room(self, wanted_bytes: int, tenant: TenantBlocks | None) -> bool:
         """Locked. Evict until `wanted_bytes` of a tenant fit; return whether they do."""
         while self._remains and self._used_bytes + wanted_bytes > self._capacity_bytes:
             self._sweep()
@@ -267,7 +267,7 @@ class MemoryTier(BlockingTier):
             self._evicted(key, record)
         return True
 
-    def _evict_of(self, key: OffloadKey, tenant: BlocksOfTenant) -> int:
+    def _evict_of(self, key: OffloadKey, tenant: TenantBlocks) -> int:
         """Locked. Evict a block of a tenant; return how many bytes are free at once."""
         before = self._used_bytes
         self._evicted(key, self._records.pop(key))
@@ -296,7 +296,7 @@ class MemoryTier(BlockingTier):
         if not record.readers:
             self._count(-len(record.data), record.tenant)
 
-    def _count(self, more_bytes: int, tenant: BlocksOfTenant | None) -> None:
+    def _count(self, more_bytes: int, tenant: TenantBlocks | None) -> None:
         """Locked. Count memory that a tenant has from now on, or has no more."""
         self._used_bytes += more_bytes
         if tenant is not None:

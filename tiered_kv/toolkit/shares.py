@@ -1,6 +1,6 @@
 """The blocks of a tier by tenant, for a tier that evicts the least recently used block, and gives tenants shares.
 
-The tier makes a `TenantBlocks` of `TierSpec.limits`, and calls it under the lock of its index. `use` needs no lock: so
+The tier makes a `SharedBlocks` of `TierSpec.limits`, and calls it under the lock of its index. `use` needs no lock: so
 the scheduler's thread may call it while workers evict. What must stay true: each key is in the keys of one tenant, and
 the tier changes a tenant's `held` wherever it changes the bytes that it uses.
 """
@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.limits import TenantLimits
 from tiered_kv.shares import Shares, Tenant
 
-__all__ = ["BlocksOfTenant", "TenantBlocks"]
+__all__ = ["SharedBlocks", "TenantBlocks"]
 
 
-class BlocksOfTenant(Tenant):
+class TenantBlocks(Tenant):
     """A tenant's blocks in a tier. It holds bytes."""
 
     __slots__ = ("keys",)
@@ -35,12 +34,12 @@ class BlocksOfTenant(Tenant):
             self.keys.move_to_end(key)
 
 
-class TenantBlocks:
+class SharedBlocks:
     """Chooses the blocks to evict by the tenants' shares: see `tiered_kv.shares`."""
 
     def __init__(self, limits: TenantLimits, capacity_bytes: int) -> None:
         self.limits = limits
-        self._shares = Shares(limits, capacity_bytes, 1, BlocksOfTenant)
+        self._shares = Shares(limits, capacity_bytes, 1, TenantBlocks)
         self.tenant = self._shares.tenant
         """Returns a tenant by its name, such as `QueuedTier.part_tenant`."""
         self.numbers = self._shares.numbers
@@ -49,9 +48,9 @@ class TenantBlocks:
     def make_room(
         self,
         missing_bytes: int,
-        asking: BlocksOfTenant,
+        asking: TenantBlocks,
         incoming_bytes: int,
-        evict: Callable[[OffloadKey, BlocksOfTenant], int],
+        evict: Callable[[OffloadKey, TenantBlocks], int],
     ) -> int:
         """Evict blocks of tenants that hold more than their shares, and return how many bytes are missing still.
 
@@ -63,7 +62,7 @@ class TenantBlocks:
             evict: Evicts a block of a tenant, and returns how many bytes this has released: 0 while it is being read.
         """
 
-        def take(tenant: BlocksOfTenant, wanted_bytes: int) -> int:
+        def take(tenant: TenantBlocks, wanted_bytes: int) -> int:
             released = 0
             while released < wanted_bytes and tenant.keys:
                 key, _ = tenant.keys.popitem(last=False)
@@ -74,7 +73,7 @@ class TenantBlocks:
         self._shares.follow_limits()
         return self._shares.evict(missing_bytes, asking, incoming_bytes, take)
 
-    def clear(self) -> list[OrderedDict[OffloadKey, Any]]:
+    def clear(self) -> list[OrderedDict[OffloadKey, None]]:
         """Forget all keys, at a reset; return what the tier has to drop, in parts if there is much of it."""
         old = [tenant.keys for tenant in self._shares.tenants if tenant.keys]
         for tenant in self._shares.tenants:
