@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tiered_kv.config.hooks import TierType, hookimpl, imported
-from tiered_kv_memory.metrics import METRICS
+from tiered_kv_memory.metrics import METRICS, OF_TENANTS
 from tiered_kv_memory.settings import MemorySettings
 
 
@@ -29,4 +29,8 @@ def tiered_kv_register_tiers() -> Iterable[TierType]:
     load = imported("tiered_kv_memory.tier:MemoryTier")
     about = "Records in this process's memory, gone with it."
     keys = imported("tiered_kv_memory.simulation:MemoryKeys")
-    return [TierType("memory", MemorySettings, load, about, is_lasting=False, metrics=METRICS, key_store=keys)]
+    return [
+        TierType(
+            "memory", MemorySettings, load, about, is_lasting=False, metrics=(*METRICS, *OF_TENANTS), key_store=keys
+        )
+    ]

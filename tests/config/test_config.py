@@ -299,10 +299,7 @@ class TestMistakes:
             ({"url": "${not a name}"}, "$$ for a plain $"),
             ({"url": "${ABSENT:-${URL}}"}, "a default without a variable"),
             ({"job_timeout": 0}, "secondary.0.job_timeout: expected a value greater than 0"),
-            (
-                {"limits": {"a": 1}},
-                "this tier has no shares: the primary tier has them, by 'limits' at the top of the file",
-            ),
+            ({"limits": {"a": 1}}, "the blocks of this tier belong to no tenant: the primary tier has shares"),
         ],
     )
     def test_a_mistake_in_a_tier_is_reported_the_same_way(self, settings: dict[str, object], message: str) -> None:

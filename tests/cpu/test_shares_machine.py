@@ -1,4 +1,4 @@
-"""What fair shares promise in any order of events: who loses blocks, that nothing is refused, and exact counts."""
+"""What fair shares of the primary tier promise in any order of events, and that nothing is refused."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections import Counter
 import hypothesis
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 from tests.support.shares import NoMemory
+from tests.support.shares_machine import NUM_BLOCKS, TenantsMachine, limits, picks, tenants
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.limits import TenantLimits
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, density
@@ -18,18 +20,11 @@ from tiered_kv.cpu.shared_rows import SharedRows
 from tiered_kv.cpu.writers import PROMOTION
 from tiered_kv.hints import Hints
 
-NUM_BLOCKS = 20
-TENANTS = ("a", "b", "c")  # c has no share of its own
-limits = st.fixed_dictionaries(
-    {name: st.sampled_from(["0", "10%", "25%", "50%", "100%"]) for name in ("a", "b", "default")}
-)
-tenants = st.sampled_from(TENANTS)
 endings = st.sampled_from(["commit", "abandon", "later"])
-picks = st.lists(st.integers(0, NUM_BLOCKS), min_size=1, max_size=6)
 
 
-class SharesMachine(RuleBasedStateMachine):
-    """Requests of three tenants in a tier of few blocks, whose state `brought` and `pinned` repeat by key."""
+class SharesMachine(TenantsMachine):
+    """Requests of three tenants in few rows, whose state `brought` and `pinned` repeat by key."""
 
     policy_name: str
 
@@ -37,12 +32,18 @@ class SharesMachine(RuleBasedStateMachine):
         super().__init__()
         backend = CPUBackend(NoMemory(NUM_BLOCKS))
         self.rows = SharedRows(backend, self.policy_name, {})
-        self.brought: dict[OffloadKey, str] = {}
         self.pinned: dict[OffloadKey, int] = {}
         self.granted: list[int] = []
         self.writing: list[tuple[str, list[OffloadKey]]] = []
         self.chains: dict[str, RequestChain] = {}
-        self.numbers = 0
+
+    @property
+    def tier_limits(self) -> TenantLimits:
+        return self.rows.shares.limits
+
+    def shares(self) -> dict[str, float]:
+        usable = (NUM_BLOCKS - len(self.granted)) / NUM_BLOCKS
+        return {each.name: each.share * usable for each in self.rows.shares.tenants}
 
     def chain_of(self, tenant: str, *, is_continued: bool = False) -> RequestChain:
         """Return the chain of a request: of a new one, or of the tenant's last one."""
@@ -52,20 +53,12 @@ class SharesMachine(RuleBasedStateMachine):
             self.chains[tenant].hints = Hints(tenant=tenant)
         return self.chains[tenant]
 
-    def new_keys(self, count: int) -> list[OffloadKey]:
-        self.numbers += count
-        return [OffloadKey(b"%8d" % number) for number in range(self.numbers - count, self.numbers)]
-
     @initialize(limits=limits, tenant=tenants, other=tenants)
     def fill(self, limits: dict[str, str], tenant: str, other: str) -> None:
         """Few rows, which are full: so most events evict."""
         self.set_limits(limits)
         for each in (tenant, other):
             self.store(each, NUM_BLOCKS // 2, "commit", is_continued=False)
-
-    @rule(limits=limits)
-    def set_limits(self, limits: dict[str, str]) -> None:
-        self.rows.shares.limits.change(limits)
 
     @rule(tenant=tenants, count=st.integers(1, 12), ends=endings, is_continued=st.booleans())
     def store(self, tenant: str, count: int, ends: str, is_continued: bool) -> None:
@@ -173,9 +166,6 @@ class SharesMachine(RuleBasedStateMachine):
     def free_before(self) -> int:
         return NUM_BLOCKS - len(self.brought) - len(self.granted)
 
-    def held(self) -> dict[str, int]:
-        return {name: count for name in TENANTS if (count := list(self.brought.values()).count(name))}
-
     def may_go(self) -> list[OffloadKey]:
         rows, step = self.rows, self.rows.step
         ready = ((key, rows.row_of(key)) for key in self.brought if key not in self.pinned)
@@ -190,31 +180,8 @@ class SharesMachine(RuleBasedStateMachine):
             assert not evicted
             return False
         chain.extend(allocated, self.rows.table)
-        assert set(evicted) <= set(may_go)
-        losses = Counter(self.brought[key] for key in evicted)
-        self.forget(evicted)
-        self.brought.update(dict.fromkeys(keys, tenant))
-        self.check_the_rule(losses, set(may_go) - set(evicted))
+        self.take_in(tenant, keys, evicted, set(may_go))
         return True
-
-    def check_the_rule(self, losses: Counter[str], left: set[OffloadKey]) -> None:
-        """If a tenant lost blocks of its share, all that were over theirs have none left that may go."""
-        usable = (NUM_BLOCKS - len(self.granted)) / NUM_BLOCKS
-        share = {each.name: each.share * usable for each in self.rows.shares.tenants}
-        now = self.held()
-        for loser in losses:
-            if now.get(loser, 0) + 1 > share[loser]:
-                continue
-            for other in now:
-                may_lose = any(self.brought.get(key) == other for key in left)
-                assert now[other] <= share[other] or not may_lose, f"{loser} lost blocks of its share for {other}"
-
-    def forget(self, keys: list[OffloadKey]) -> None:
-        for key in keys:
-            del self.brought[key]
-
-    def pick(self, picks: list[int], keys: list[OffloadKey]) -> list[OffloadKey]:
-        return list(dict.fromkeys(keys[pick % len(keys)] for pick in picks)) if keys else []
 
 
 @pytest.mark.hypothesis

@@ -155,8 +155,9 @@ class TierSettings(StrictModel):
             "Tiered KV no longer computes secret names: remove this key. Blocks under secret names are not found any "
             "more. A tier of your own can compute names: see examples/keyed_names.py",
         ),
-        "limits": "this tier has no shares: the primary tier has them, by 'limits' at the top of the file, and memory "
-        "tiers. Here give each tenant storage of its own: a stack with another directory, prefix, bucket or database",
+        "limits": "the blocks of this tier belong to no tenant: the primary tier has shares, by 'limits' at the top of "
+        "the file, and so have memory tiers. Here give each tenant storage of its own: a stack with another directory, "
+        "prefix, bucket or database",
     }
 
     type: str = Field(min_length=1, description="The tier's type, as `tiered-kv plugins` lists it.")

@@ -23,6 +23,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.config.entries import tier_settings, tier_type_of
+from tiered_kv.config.limits import given_limits
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.direct.tasks import Done, Kind, PlacedBlock, Task
@@ -101,6 +102,12 @@ class DirectTiers:
             raise ValueError(
                 f"give at least one tier, and each its own name; found {[entry.name for entry in entries]}"
             )
+        for number, entry in enumerate(entries):
+            if given_limits(entry) is not None:
+                raise ConfigError(
+                    "a call over a caller's memory names no tenant: only the tiers of a stack have shares",
+                    location=f"tiers.{number}.limits",
+                )
         takes = [
             replace(take, setting=f"tiers.{number}.{take.setting}")
             for number, entry in enumerate(entries)

@@ -17,6 +17,7 @@ import numpy as np
 
 from tiered_kv.base import OffloadKey, ReqContext, get_offload_block_hash, get_offload_group_idx, make_offload_key
 from tiered_kv.cpu.region import PrimaryRegion
+from tiered_kv.hints import DEFAULT_TENANT
 from tiered_kv.tiering.base import JobId, JobMetadata, JobResult, SecondaryTierManager, TierSpec
 
 OpenTier = Callable[[TierSpec, memoryview], SecondaryTierManager]
@@ -115,19 +116,26 @@ class TierRig:
 
     # -- one job -----------------------------------------------------------------------------------
 
-    def store(self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None) -> JobResult:
+    def store(
+        self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None, *, tenant: str = DEFAULT_TENANT
+    ) -> JobResult:
         """Store `keys` and return the job's result."""
-        return self.wait([self.submit_store(keys, rows)])[0]
+        return self.wait([self.submit_store(keys, rows, tenant=tenant)])[0]
 
     def load(self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None) -> set[OffloadKey]:
         """Load `keys`; return the keys that the tier reports as loaded. Their bytes have been checked."""
         return self.succeeded(self.wait([self.submit_load(keys, rows)])[0])
 
     def submit_store(
-        self, keys: Sequence[OffloadKey], rows: Sequence[int] | None = None, deadline: float | None = None
+        self,
+        keys: Sequence[OffloadKey],
+        rows: Sequence[int] | None = None,
+        deadline: float | None = None,
+        *,
+        tenant: str = DEFAULT_TENANT,
     ) -> JobId:
-        """Fill rows with the content of `keys` and submit their store."""
-        job = self._new_job(keys, rows, deadline, is_promotion=False)
+        """Fill rows with the content of `keys` and submit their store, for the share of a tenant."""
+        job = self._new_job(keys, rows, deadline, is_promotion=False, tenant=tenant)
         for key, row in zip(keys, job.block_ids, strict=True):
             content = np.frombuffer(self._content(key, self.block_bytes, self.epoch), dtype=np.uint8)
             self._region.array[row] = content
@@ -235,6 +243,7 @@ class TierRig:
         *,
         is_promotion: bool,
         request: ReqContext | None = None,
+        tenant: str = DEFAULT_TENANT,
     ) -> JobMetadata:
         if rows is None:  # no order is given: the rows come in random order
             rows = list(itertools.islice(self._rows, len(keys)))
@@ -243,7 +252,7 @@ class TierRig:
         assert not busy & set(block_ids.tolist()), "the test uses a block of a job in flight; give the rig more blocks"
         end = time.monotonic() + self.job_timeout_s if deadline is None else deadline
         asking = request or ReqContext("jobs")
-        job = JobMetadata(next(self._job_ids), list(keys), block_ids, is_promotion, asking, end)
+        job = JobMetadata(next(self._job_ids), list(keys), block_ids, is_promotion, asking, end, tenant)
         self._jobs[job.job_id] = job
         return job
 
