@@ -37,8 +37,7 @@ class MemoryKeys(KeyStore):
             if missing > 0 and self._tenants.make_room(missing, tenant, self.record_bytes, self._evict_of):
                 oldest = next(iter(self._written_s))
                 loser = self._tenant_of[oldest]
-                loser.keys.pop(oldest)
-                loser.evicted_blocks += 1
+                loser.lose(oldest)
                 self._evict_of(oldest, loser)
             self._written_s[key] = self.clock()
             self._tenant_of[key] = tenant

@@ -262,8 +262,7 @@ class MemoryTier(BlockingTier):
                 return False
             key, record = self._records.popitem(last=False)
             if record.tenant is not None:
-                record.tenant.keys.pop(key, None)
-                record.tenant.evicted_blocks += 1
+                record.tenant.lose(key)
             self._evicted(key, record)
         return True
 

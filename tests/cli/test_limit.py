@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from tests.stack.exporters.test_prefetch import TOKEN, ask
+from tests.support.host_server import serving
 from tests.support.stacks import stack_of
 from tiered_kv.cli.main import main
 from tiered_kv.server.namespaces import Namespaces
@@ -18,6 +20,7 @@ from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.stack.exporters.server import StatusServer
 from tiered_kv.stack.limits import limits_path
 from tiered_kv.stack.open import Stack, open_stack
+from tiered_kv.toolkit.record import HEADER_BYTES
 
 BLOCK_BYTES = 4096
 LISTEN = {"listen": "127.0.0.1:0"}
@@ -42,6 +45,11 @@ def put(stack: Stack, tenant: str, count: int, first: int = 0) -> None:
 def held(stack: Stack) -> dict[str, int]:
     used: dict[str, int] = stack.counters()["cpu"]["tenant_used_bytes"]
     return {name: count // BLOCK_BYTES for name, count in used.items() if count}
+
+
+def memory(**more: object) -> dict[str, object]:
+    """Return the entry of a memory tier with shares, of 20 blocks."""
+    return {"type": "memory", "capacity": 20 * (BLOCK_BYTES + HEADER_BYTES), "limits": {"a": "25%"}, **more}
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -88,6 +96,52 @@ def test_the_table_shows_what_each_tenant_holds(stack: Stack, capsys: pytest.Cap
     text = capsys.readouterr().out
     assert "0 (changed)" in text
     assert "only `tiered-kv serve` keeps it" in text
+
+
+def test_each_tier_has_shares_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_stack(stack_of(memory(), blocks=100, metrics=LISTEN, limits={"a": "20%"})) as stack:
+        put(stack, "b", 5)
+        assert stack.flush(60.0)
+        changed = run(capsys, url_of(stack), "a", "50%", "--tier", "memory")
+        assert (changed["tenants"]["a"]["limit"], changed["tenants"]["a"]["is_changed"]) == ("20%", False)
+        record_bytes = BLOCK_BYTES + HEADER_BYTES
+        assert changed["tiers"]["memory"]["capacity_bytes"] == 20 * record_bytes
+        assert changed["tiers"]["memory"]["tenants"]["a"] == {
+            "limit": "50%",
+            "is_changed": True,
+            "share_bytes": 10 * record_bytes,
+            "used_bytes": 0,
+            "evicted_blocks": 0,
+        }
+        assert changed["tiers"]["memory"]["tenants"]["b"]["used_bytes"] == 5 * record_bytes
+        run(capsys, url_of(stack), "a", "30%")
+        found = run(capsys, url_of(stack))
+        assert (found["tenants"]["a"]["limit"], found["tiers"]["memory"]["tenants"]["a"]["limit"]) == ("30%", "50%")
+        assert main(["limit", url_of(stack), "a"]) == 0
+        text = capsys.readouterr().out
+        rows = [line.split()[:3] for line in text.splitlines()]
+        assert [row for row in rows if row[1:2] == ["a"]] == [["cpu", "a", "30%"], ["memory", "a", "50%"]]
+        assert main(["limit", url_of(stack), "a", "--tier", "memory"]) == 0
+        assert "cpu" not in capsys.readouterr().out
+        for more in ([], ["10%"], ["--take-back"]):
+            assert main(["limit", url_of(stack), "a", *more, "--tier", "disk"]) == 2
+            assert "the tier 'disk' has no shares; those with shares: cpu, memory" in capsys.readouterr().err
+        assert ask(stack.server, "POST", "/limits", {"tenant": "a", "limit": "1%", "tier": 7})[0] == 400
+
+
+def test_a_stack_whose_only_shares_are_a_memory_tier_s_says_which_tier_to_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with open_stack(stack_of(memory(), metrics=LISTEN)) as stack:
+        assert main(["limit", url_of(stack), "a", "10%"]) == 2
+        assert "the tier 'cpu' has no shares; those with shares: memory" in capsys.readouterr().err
+        answer = run(capsys, url_of(stack), "a", "10%", "--tier", "memory")
+        assert answer.keys() == {"tiers", "is_kept"}
+        assert answer["tiers"]["memory"]["tenants"]["a"]["limit"] == "10%"
+
+
+def test_a_stack_whose_only_shares_are_the_primary_tier_s_answers_without_tiers(stack: Stack) -> None:
+    assert ask(stack.server, "GET", "/limits")[1].keys() == {"capacity_bytes", "tenants"}
 
 
 def test_a_tenant_of_whom_nothing_is_known_is_said(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,6 +285,7 @@ def test_a_server_keeps_changes_over_its_restart_and_they_go_before_its_file(
         ('{"version": 2, "limits": {}}', "it has format version 2, and this release reads 1"),
         ('{"version": 1, "limits": {"a": "x"}}', "limits.a: expected a size such as 200GiB, or a percentage"),
         ('{"version": 1}', "limits: Input should be a valid dictionary"),
+        ('{"version": 1, "limits": {}, "tiers": {"memory": {"a": "x"}}}', "tiers.memory.a: expected a size"),
     ],
 )
 def test_a_file_of_changes_that_cannot_be_used_changes_none(
@@ -256,6 +311,34 @@ def test_a_file_of_changes_that_cannot_be_used_changes_none(
     finally:
         pages.close()
         namespaces.close()
+
+
+@contextmanager
+def serving_pages(directory: Path, **more: Any) -> Iterator[str]:
+    """Serve a stack that listens, and yield its address."""
+    with serving(directory, stack_of(memory(), blocks=100, metrics=LISTEN, **more)) as served:
+        pages = served.namespaces.open_pages()
+        assert pages is not None
+        with closing(pages):
+            yield f"http://127.0.0.1:{pages.port}"
+
+
+def test_a_server_keeps_the_changes_of_each_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving_pages(tmp_path, limits={"a": "20%"}) as url:
+        assert run(capsys, url, "a", "60%", "--tier", "memory")["is_kept"] is True
+        run(capsys, url, "b", "5%")
+    with serving_pages(tmp_path, limits={"a": "20%"}) as url:
+        shown = run(capsys, url)
+        limits = {name: each["limit"] for name, each in shown["tenants"].items()}
+        assert limits == {"default": "100%", "a": "20%", "b": "5%"}
+        assert shown["tiers"]["memory"]["tenants"]["a"]["limit"] == "60%"
+        assert main(["drain", url, "memory"]) == main(["attach", url, "memory"]) == 0
+        capsys.readouterr()
+        assert run(capsys, url)["tiers"]["memory"]["tenants"]["a"]["limit"] == "60%", "it was put back"
+        taken_back = run(capsys, url, "a", "--take-back", "--tier", "memory")
+        assert taken_back["tiers"]["memory"]["tenants"]["a"]["limit"] == "25%"
+    with serving_pages(tmp_path) as url:
+        assert run(capsys, url).keys() == {"tiers"}, "the file's changes of the primary tier have none to count for"
 
 
 def test_a_change_that_cannot_be_kept_is_not_made(tmp_path: Path) -> None:

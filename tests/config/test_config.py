@@ -305,6 +305,13 @@ class TestMistakes:
     def test_a_mistake_in_a_tier_is_reported_the_same_way(self, settings: dict[str, object], message: str) -> None:
         assert message in error_of(vault(**settings))
 
+    @pytest.mark.parametrize("tier", sorted(BUILT_IN_TIERS.keys() - {"memory"}))
+    def test_a_tier_whose_blocks_belong_to_no_tenant_refuses_limits_by_name(self, tier: str) -> None:
+        entry = {"type": tier, **BUILT_IN_TIERS[tier], "limits": {"a": "10%"}}
+        message = error_of({**MINIMAL, "secondary": [{**entry, "path": "kv"} if tier in IN_DIRECTORIES else entry]})
+        assert "secondary.0.limits: " in message
+        assert "the blocks of this tier belong to no tenant" in message
+
     @pytest.mark.parametrize("name", ["name_key", "name_key_file"])
     @pytest.mark.parametrize("tier", [*BUILT_IN_TIERS, "vault"])
     def test_a_key_for_secret_names_is_refused_with_what_to_do_and_not_shown(self, tier: str, name: str) -> None:

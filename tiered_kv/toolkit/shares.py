@@ -33,6 +33,11 @@ class TenantBlocks(Tenant):
         with suppress(KeyError):  # evicted meanwhile
             self.keys.move_to_end(key)
 
+    def lose(self, key: OffloadKey) -> None:
+        """Note that the tier evicts a block by its own order, because `make_room` found no tenant over its share."""
+        self.keys.pop(key, None)
+        self.evicted_blocks += 1
+
 
 class SharedBlocks:
     """Chooses the blocks to evict by the tenants' shares: see `tiered_kv.shares`."""
