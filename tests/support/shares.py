@@ -1,4 +1,4 @@
-"""Requests of several tenants through one primary tier without memory, and what each tenant finds."""
+"""Requests of several tenants through tiers without memory, and what each tenant finds."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from tests.support.stacks import stack_of
 from tiered_kv.base import ReqContext, make_offload_key
+from tiered_kv.config.stack_config import load_config
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.region import PrimaryRegion
 from tiered_kv.cpu.shared_rows import primary_rows
 from tiered_kv.hints import HINTS_KEY
 from tiered_kv.tiering.manager import TieringOffloadingManager
-from tiered_kv.workload.request import ChatWorkload
+from tiered_kv.toolkit.record import HEADER_BYTES
+from tiered_kv.workload.request import ChatWorkload, Request
+from tiered_kv.workload.simulation import Server
 
 QUIET, FLOODING = "quiet", "flooding"
 Asked = tuple[str, tuple[int, ...]]
@@ -63,6 +67,25 @@ def found_by_tenant(
         manager.on_request_finished(context)
         manager.on_schedule_end()
     manager.shutdown()
+    return blocks, hits
+
+
+def found_below(
+    asked: Iterable[Asked], num_blocks: int, limits: Mapping[str, str] | None, *, primary_blocks: int = 160
+) -> tuple[Counter[str], Counter[str]]:
+    """As `found_by_tenant`, for a memory tier with these limits below a small primary tier without."""
+    block_bytes = 64
+    entry = {"type": "memory", "capacity": num_blocks * (block_bytes + HEADER_BYTES), "store_budget": "1GiB"}
+    config = stack_of(entry if limits is None else {**entry, "limits": limits}, blocks=primary_blocks, block_bytes=64)
+    replay = Server(load_config(config), {}, lambda: 0.0).replay
+    blocks, hits = Counter[str](), Counter[str]()
+    for tenant, ids in asked:
+        before = sum(replay.tally.hits.values())
+        replay.admit(Request(0, 16 * len(ids), 16, ids, hints={"tenant": tenant}))
+        while replay.running:
+            replay.step()
+        blocks[tenant] += len(ids)
+        hits[tenant] += sum(replay.tally.hits.values()) - before
     return blocks, hits
 
 

@@ -108,8 +108,7 @@ class GuardedTier:
         is_nonblocking = getattr(tier, "is_nonblocking", False) is True
         self.tier = tier if is_nonblocking else IsolatedTier(tier, settings.lookup_timeout, clock)
         self.settings = settings
-        self.has_shares = given_limits(settings) is not None
-        """Whether its stores count for tenants. Then a store has blocks of one tenant."""
+        self.has_shares = given_limits(settings) is not None  # then a store has blocks of one tenant
         self.breaker = Breaker(settings.breaker_failures, settings.breaker_cooldown)
         self.admission = Admission(settings.admit_after)
         if settings.write_budget is not None:
@@ -202,15 +201,14 @@ class GuardedTier:
     ) -> SubmittedJob | None:
         """Submit a job of `owner` that loads `keys` into `rows`, or stores them from these rows for a tenant.
 
-        Returns:
-            The job; None if the tier raised an exception.
+        Return the job; None if the tier raised an exception.
         """
         block_ids = np.array(rows, dtype=np.int64)
         deadline = self._clock() + self.settings.job_timeout
         job_id = next(_job_ids) if job_id is None else job_id
         budget = self.loads if is_promotion else self.stores
         in_flight = self.blocks_before_load(len(rows)) + len(rows) if is_promotion else 0
-        tenant = tenant if self.has_shares else DEFAULT_TENANT  # else stores of several tenants are not run together
+        tenant = tenant if self.has_shares else DEFAULT_TENANT  # so that stores of several tenants run together
         metadata = JobMetadata(job_id, keys, block_ids, is_promotion, req_context, deadline, tenant)
         job = SubmittedJob(metadata, rows, owner, in_flight)
         try:

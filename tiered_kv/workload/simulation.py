@@ -200,7 +200,7 @@ class _NoMemory(PrimaryRegion):
 class Server:
     """A simulated stack, and the replay that drives it. Blocks expire by `clock`, the time of the requests."""
 
-    def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: _Clock) -> None:
+    def __init__(self, config: StackConfig, shared: Mapping[str, KeyStore], clock: Callable[[], float]) -> None:
         blocks, waiting_clock = config.primary_blocks, _Clock()
         backend = CPUBackend(_NoMemory(blocks, config.block.bytes))
         self.primary = primary_rows(backend, config.primary.policy, config.limits)
