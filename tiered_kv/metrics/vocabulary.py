@@ -225,7 +225,6 @@ MANAGER: Final = {
 """The manager's counters, by name."""
 
 COMMON: Final = table(
-    *TENANTS.values(),
     Metric("blocks", "Blocks in the tier."),
     Metric("used_bytes", "Bytes that count against the capacity."),
     Metric("capacity_bytes", "The limit of used_bytes; shared storage may exceed it until the next sweep."),
@@ -246,6 +245,7 @@ COMMON: Final = table(
         "epoch_repairs_total",
         "Times that the storage had lost the epoch's mark: it was written again, or a new one joined.",
     ),
+    *TENANTS.values(),
 )
 """Metrics that tiers count themselves, with one meaning in all tiers. The command and the dashboard read some.
 
