@@ -199,7 +199,7 @@ class GuardedTier:
         job_id: JobId | None = None,
         tenant: str = DEFAULT_TENANT,
     ) -> SubmittedJob | None:
-        """Submit a job of `owner` that loads `keys` into `rows`, or stores them; return it, or None if the tier raised."""
+        """Submit a job of `owner`, a load into `rows` or a store of these; return it, or None if the tier raised."""
         block_ids = np.array(rows, dtype=np.int64)
         deadline = self._clock() + self.settings.job_timeout
         job_id = next(_job_ids) if job_id is None else job_id
