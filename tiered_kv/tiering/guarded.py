@@ -16,10 +16,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from tiered_kv.base import OffloadKey, OffloadPolicy, ReqContext, RequestOffloadingContext
-from tiered_kv.config.limits import given_limits
+from tiered_kv.config.limits import DEFAULT_TENANT, given_limits
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.config.units import HOURS_A_DAY
-from tiered_kv.hints import DEFAULT_TENANT
 from tiered_kv.metrics.history.recorder import BlockHistory
 from tiered_kv.metrics.notices import Notices
 from tiered_kv.reasons import Reason, TooSlow
