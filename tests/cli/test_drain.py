@@ -172,3 +172,16 @@ def test_an_open_breaker_has_the_reason(tmp_path: Path) -> None:
         stack.contains(HASHES)
         wait_until(lambda: "127.0.0.1:1 cannot be reached" in note(Authorization=f"Bearer {TOKEN}"))
         assert note() == ""
+
+
+def test_a_tier_that_was_away_at_the_start_is_taken_out_and_put_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_stack(away(tmp_path)) as stack:
+        assert main(["drain", address(stack), "disk"]) == 0
+        assert "disk is out" in capsys.readouterr().out
+        assert manager_of(stack).removals.notes(with_errors=True) == {"disk": "an operator has taken it out"}
+        (tmp_path / "kv").unlink()
+        assert main(["attach", address(stack), "disk"]) == 0
+        assert manager_of(stack).removals.notes(with_errors=True) == {}
+        assert stack.put(HASHES, np.ones((4, 4096), np.uint8)) == 4
