@@ -39,10 +39,10 @@ class _Record:
     """A stored block. The lock guards its fields."""
 
     data: bytearray
+    tenant: TenantBlocks | None  # for whom it counts, with shares
     readers: int = 0  # loads in flight
     is_read: bool = False  # whether it was ever loaded
     is_removed: bool = False  # no lookup finds it; its memory counts until the last load ends
-    tenant: TenantBlocks | None = None  # for whom it counts, with shares
 
 
 class MemoryTier(BlockingTier):
@@ -194,7 +194,8 @@ class MemoryTier(BlockingTier):
                     present.append(key)
                 else:
                     absent.append((key, block))
-            self._use(present[::-1])  # the other stores of the run must not evict these records
+            if present:
+                self._use(present[::-1])  # the other stores of the run must not evict these records
             reserved = len(absent) * self._record_bytes
             tenant = None if self._tenants is None else self._tenants.tenant(self.part_tenant)
             if not self._make_room(reserved, tenant):
@@ -204,7 +205,7 @@ class MemoryTier(BlockingTier):
         try:
             for key, block in absent:
                 header, payload = encode_record(key, block, self.tier_spec.namespace_digest, self._codecs)
-                records[key] = _Record(bytearray().join((header, payload)), tenant=tenant)
+                records[key] = _Record(bytearray().join((header, payload)), tenant)
         finally:
             with self._records_lock:
                 is_reset = self.part_epoch != self.epoch
@@ -255,29 +256,28 @@ class MemoryTier(BlockingTier):
         while self._remains and self._used_bytes + wanted_bytes > self._capacity_bytes:
             self._sweep()
         missing_bytes = self._used_bytes + wanted_bytes - self._capacity_bytes
-        if missing_bytes > 0 and self._tenants is not None and tenant is not None:
-            self._tenants.make_room(missing_bytes, tenant, wanted_bytes, self._evict_of)
-        while self._used_bytes + wanted_bytes > self._capacity_bytes:
-            if not self._records:
-                return False
+        if missing_bytes <= 0:
+            return True
+        evicted: list[tuple[OffloadKey, _Record]] = []
+
+        def evict(key: OffloadKey, tenant: TenantBlocks) -> int:
+            record = self._records.pop(key)
+            evicted.append((key, record))
+            return self._release(record)
+
+        if self._tenants is not None and tenant is not None:
+            self._tenants.make_room(missing_bytes, tenant, wanted_bytes, evict)
+        while self._records and self._used_bytes + wanted_bytes > self._capacity_bytes:
             key, record = self._records.popitem(last=False)
             if record.tenant is not None:
                 record.tenant.lose(key)
-            self._evicted(key, record)
-        return True
-
-    def _evict_of(self, key: OffloadKey, tenant: TenantBlocks) -> int:
-        """Locked. Evict a block of a tenant; return how many bytes are free at once."""
-        before = self._used_bytes
-        self._evicted(key, self._records.pop(key))
-        return before - self._used_bytes
-
-    def _evicted(self, key: OffloadKey, record: _Record) -> None:
-        """Locked. Release and count the record of an evicted block."""
-        self._release(record)
-        self._events.removed((key,))
-        self._counters.add("evicted_blocks_total")
-        self._counters.add("wasted_bytes_total", count=0 if record.is_read else len(record.data))
+            evicted.append((key, record))
+            self._release(record)
+        self._events.removed([key for key, _ in evicted])
+        self._counters.add("evicted_blocks_total", count=len(evicted))
+        wasted_bytes = sum([len(record.data) for _, record in evicted if not record.is_read])
+        self._counters.add("wasted_bytes_total", count=wasted_bytes)
+        return self._used_bytes + wanted_bytes <= self._capacity_bytes
 
     def _sweep(self) -> None:
         """Locked. Release some records from before a reset."""
@@ -289,11 +289,16 @@ class MemoryTier(BlockingTier):
             if not records:
                 self._remains.popleft()
 
-    def _release(self, record: _Record) -> None:
-        """Locked. Release the memory of a removed record, at once or after its last load."""
+    def _release(self, record: _Record) -> int:
+        """Locked. Release the memory of a removed record, at once or after its last load; return the bytes of now."""
         record.is_removed = True
-        if not record.readers:
-            self._count(-len(record.data), record.tenant)
+        if record.readers:
+            return 0
+        size = len(record.data)
+        self._used_bytes -= size
+        if record.tenant is not None:
+            record.tenant.held -= size
+        return size
 
     def _count(self, more_bytes: int, tenant: TenantBlocks | None) -> None:
         """Locked. Count memory that a tenant has from now on, or has no more."""

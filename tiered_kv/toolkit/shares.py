@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.limits import TenantLimits
@@ -30,8 +29,10 @@ class TenantBlocks(Tenant):
 
     def use(self, key: OffloadKey) -> None:
         """Make a block the most recently used one of the tenant. Any thread may call."""
-        with suppress(KeyError):  # evicted meanwhile
+        try:
             self.keys.move_to_end(key)
+        except KeyError:  # evicted meanwhile; `suppress` takes as long as all the rest
+            pass
 
     def lose(self, key: OffloadKey) -> None:
         """Note that the tier evicts a block by its own order, because `make_room` found no tenant over its share."""
