@@ -99,8 +99,9 @@ def installed() -> Iterator[None]:
 
 
 def put(stack: Stack, tenant: str, count: int, first: int = 0) -> None:
-    for number in range(first, first + count):
-        assert stack.put([f"{tenant}-{number}".encode()], bytes(BLOCK_BYTES), hints={"tenant": tenant}) == 1
+    for at in range(first, first + count, 5):
+        keys = [f"{tenant}-{number}".encode() for number in range(at, at + 5)]
+        assert stack.put(keys, bytes(5 * BLOCK_BYTES), hints={"tenant": tenant}) == 5
         assert stack.flush(60.0)
 
 
@@ -111,7 +112,7 @@ def held(stack: Stack) -> dict[str, int]:
 
 def test_the_blocks_of_a_quiet_tenant_stay_and_its_share_can_be_changed() -> None:
     entry = pantry(limits={"quiet": "25%", "default": "75%"})
-    with open_stack(stack_of(entry, blocks=8, metrics={"listen": "127.0.0.1:0"})) as stack:
+    with open_stack(stack_of(entry, blocks=20, metrics={"listen": "127.0.0.1:0"})) as stack:
         put(stack, "quiet", 5)
         put(stack, "flooding", 30)
         assert held(stack) == {"quiet": 5, "flooding": 15}
@@ -132,7 +133,7 @@ def test_the_blocks_of_a_quiet_tenant_stay_and_its_share_can_be_changed() -> Non
 
 
 def test_it_works_without_limits_and_a_tier_without_the_field_refuses_them() -> None:
-    with open_stack(stack_of(pantry(), blocks=8)) as stack:
+    with open_stack(stack_of(pantry(), blocks=20)) as stack:
         put(stack, "quiet", 5)
         put(stack, "flooding", 30)
         assert not stack.contains([b"quiet-0"])

@@ -32,7 +32,7 @@ ENTRY: dict[str, object] = {"type": "memory", "capacity": BLOCKS * RECORD_BYTES,
 
 
 def config_of(limits: dict[str, str] | None, **top: Any) -> dict[str, object]:
-    return stack_of(ENTRY if limits is None else {**ENTRY, "limits": limits}, blocks=16, **top)
+    return stack_of(ENTRY if limits is None else {**ENTRY, "limits": limits}, blocks=32, **top)
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def stack() -> Iterator[Stack]:
 
 
 def put(stack: Stack, tenant: str, count: int, first: int = 0) -> None:
-    for number in range(first, first + count):
-        hints = {"tenant": tenant}
-        assert stack.put([f"{tenant}-{number}".encode()], bytes(BLOCK_BYTES), hints=hints) == 1
+    for at in range(first, first + count, 5):
+        keys = [f"{tenant}-{number}".encode() for number in range(at, at + 5)]
+        assert stack.put(keys, bytes(5 * BLOCK_BYTES), hints={"tenant": tenant}) == 5
         assert stack.flush(60.0)
 
 

@@ -117,7 +117,8 @@ class MemorySharesMachine(TenantsMachine):
 
 
 @pytest.mark.hypothesis
-def test_shares_of_a_memory_tier_hold_in_any_order_of_events() -> None:
-    examples = hypothesis.settings().max_examples // 4
+@pytest.mark.parametrize("part", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_shares_of_a_memory_tier_hold_in_any_order_of_events(part: int) -> None:
+    examples = hypothesis.settings().max_examples // part  # each opens a tier, and waits for its workers
     settings = hypothesis.settings(max_examples=examples, stateful_step_count=20)
     run_state_machine_as_test(MemorySharesMachine, settings=settings)
