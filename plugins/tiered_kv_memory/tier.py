@@ -69,7 +69,7 @@ class MemoryTier(BlockingTier):
             )
         self._run_blocks = max(1, min(_RUN_BLOCKS_MAX, self._capacity_bytes // self._record_bytes // _THREADS))
         # Oldest use first. Any thread reads it without a lock, and `touch` reorders it. Other changes need
-        # `_records_lock`, as do the attributes below.
+        # `_records_lock`, as do the attributes below. (Without the interpreter's lock, safe from Python 3.14.1 on.)
         self._records: OrderedDict[OffloadKey, _Record] = OrderedDict()
         self._records_lock = threading.Lock()
         # Bytes of records, removed records that loads still read, records from before a reset, and stores in flight.
