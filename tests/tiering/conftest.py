@@ -117,6 +117,7 @@ class Bench:
         num_blocks: Blocks of the primary tier.
         limits: As the manager's.
         policy: The tiers' policy for each request.
+        eviction: The primary tier's policy, by its name.
         reports_stored: As the tiers' property.
         compute_block_s: As the manager's.
         event_sink: As the manager's.
@@ -129,6 +130,7 @@ class Bench:
         num_blocks: int = 8,
         limits: ManagerLimits | None = None,
         policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
+        eviction: str = "lru",
         reports_stored: bool = False,
         compute_block_s: float = math.inf,
         event_sink: EventSink | None = None,
@@ -139,7 +141,7 @@ class Bench:
         self.clock = ManualClock()
         self.clock.advance(-self.clock() % 1.0)  # from a whole second on, sums of half seconds are exact
         self.region = PrimaryRegion(num_blocks, BLOCK_BYTES)
-        self.primary = PrimaryRows(CPUBackend(self.region), enable_events=True)
+        self.primary = PrimaryRows(CPUBackend(self.region), eviction, enable_events=True)
         settings = [TierSettings.model_validate({"type": f"tier{at}", **each}) for at, each in enumerate(tiers)]
         self.tiers: list[ManualTier] = [of_type(self.region.kv_view, each.type) for each in settings]
         for tier in self.tiers:

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import OffloadKey, ReqContext
+from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.recent_uses import KEPT_ROWS_MAX, RecentUses
 from tiered_kv.tiering.order import PrefetchOrder
 from tiered_kv.tiering.orders import JOB_BLOCKS, KEYS_A_TURN, ORDER_BLOCKS_MAX, TURNS_A_STEP
@@ -331,6 +332,27 @@ def test_an_order_evicts_what_was_used_before_it_and_nothing_used_since(make_ben
     assert counted(order) == {"in_memory": 5, "refused": 3}
     assert bench.lookup(keys(11, 12, 13), since) == [True] * 3
     assert outcome(bench, "refused") == 3
+
+
+@pytest.mark.parametrize("eviction", BUILT_IN_POLICIES)
+def test_what_no_request_has_used_goes_before_what_a_request_has(make_bench: MakeBench, eviction: str) -> None:
+    bench = make_bench(num_blocks=8, limits=limits(promotions=8, orders=3), eviction=eviction)
+    bench.store(keys(*range(11, 17)), bench.request("old"))
+    end_all(bench)
+    for first in range(20, 80, 3):  # useless orders, one after another
+        bench.manager.orders.drop(brought(bench, *range(first, first + 3)).name)
+        bench.step()
+    assert outcome(bench, "unused") == 60
+    kept = bench.lookup(keys(*range(11, 17)), bench.request("a"))
+    assert kept.count(True) >= 5, "two rows were free, and orders hold three"
+    order = brought(bench, 1)
+    used = bench.request("b")
+    assert bench.lookup(keys(1), used) == [True]
+    bench.load(keys(1), used)
+    bench.manager.orders.drop(order.name)
+    bench.step()
+    bench.store(keys(2, 3), bench.request("c"))
+    assert bench.lookup(keys(1), bench.request("d")) == [True]
 
 
 def test_a_long_order_costs_each_step_little(make_bench: MakeBench) -> None:

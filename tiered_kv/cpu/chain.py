@@ -208,7 +208,7 @@ class RequestChain:
 
 
 class OldChain(RequestChain):
-    """The chain of blocks that no request of this process has used: it is older than every request.
+    """The chain of blocks that a warm start or a prefetch loads, and no request has used: older than every request.
 
     Args:
         age: Of two such chains, the one with the larger age is the older one; from 1.

@@ -7,7 +7,8 @@ end. The way of an order:
 2. Its blocks are looked up, some in each step. A block in memory is held at once.
 3. A block that a tier has takes a row only when its load is submitted: while no other load of that tier is in flight,
    and a small job at a time. So a request's load waits for one small job at most.
-4. A loaded block is held until a request uses it, or the order ends.
+4. A loaded block is held until a request uses it, or the order ends. One that no request has used is evicted before
+   all blocks that a request has used: so useless orders displace no more than what orders may hold.
 
 An order of a warm start (`PrefetchOrder.chain`) fills memory: it takes free rows only, after all other orders, and
 holds nothing.
@@ -24,7 +25,7 @@ from itertools import islice
 from typing import Final
 
 from tiered_kv.base import OffloadKey, ReqContext
-from tiered_kv.cpu.chain import RequestChain
+from tiered_kv.cpu.chain import OldChain
 from tiered_kv.cpu.recent_uses import RecentUses
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.metrics.series import Family, by_label
@@ -313,7 +314,7 @@ class PrefetchOrders:
         has_room = True
         spared: int | None = None
         """The rows that were used since this number are not evicted in this step."""
-        chains: dict[PrefetchOrder, RequestChain] = {}  # of this step's part only: an order may be long
+        chains: dict[PrefetchOrder, OldChain] = {}  # of this step's part only: an order may be long
         for guarded, waiting in list(self._found.items()):
             if guarded.is_out:  # since it has answered: another tier may have the blocks
                 for order, keys in waiting.items():
@@ -341,7 +342,7 @@ class PrefetchOrders:
                     spared = order.uses_before if self._rows.spare_since(order.uses_before) else None
                 blocks -= 1
                 state = self._orders[order]
-                state.chain = order.chain or chains.setdefault(order, RequestChain())
+                state.chain = order.chain or chains.setdefault(order, OldChain(1))
                 may_begin = has_free or (order.chain is None and spared is not None)
                 self._begin(key, guarded, order, state, may_begin=may_begin)
             if not waiting:

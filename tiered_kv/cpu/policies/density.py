@@ -205,8 +205,9 @@ class DensityPolicy(CachePolicy):
             self._learn()
         self._new_blocks_mean += weight * (self._new_blocks - self._new_blocks_mean)
         self._new_blocks = 0
-        number = self._begun if chain.last_use >= 0 else chain.last_use  # of an `OldChain`: older than all requests
-        tail = chain.note = Tail(number, self._now, began_s=self.now_s)
+        # An `OldChain` is older than all requests.
+        number, since = (self._begun, self._now) if chain.last_use >= 0 else (chain.last_use, -math.inf)
+        tail = chain.note = Tail(number, since, began_s=self.now_s)
         hints = chain.hints
         self._priority_mean += weight * ((hints.priority if hints else 0) - self._priority_mean)
         if hints is not None:
@@ -291,7 +292,7 @@ class DensityPolicy(CachePolicy):
         if count and tail.group >= 0:
             part = min(tail.share, count / max(count, tail.length()))
             tail.share -= part
-            if not is_late:
+            if not is_late and tail.number >= 0:  # the age of an `OldChain` says nothing
                 cell = tail.group * BUCKETS + tail.bucket
                 self._density.hits[cell] += part
                 if not tail.bucket:
