@@ -355,6 +355,26 @@ def test_what_no_request_has_used_goes_before_what_a_request_has(make_bench: Mak
     assert bench.lookup(keys(1), bench.request("d")) == [True]
 
 
+@pytest.mark.parametrize("eviction", BUILT_IN_POLICIES)
+def test_an_order_for_blocks_that_were_evicted_is_no_use_of_them(make_bench: MakeBench, eviction: str) -> None:
+    """`arc` counts a block as used again if a request brings it back soon. An order is no request."""
+    bench = make_bench(num_blocks=16, limits=limits(promotions=8, orders=3), eviction=eviction)
+    bench.store(keys(*range(1, 9)), bench.request("first"))
+    again = bench.request("again")
+    assert bench.lookup(keys(*range(1, 9)), again) == [True] * 8
+    bench.load(keys(*range(1, 9)), again)
+    for first in range(11, 23, 4):  # `arc` evicts blocks of the first of these requests, and remembers their keys
+        end_all(bench)
+        bench.store(keys(*range(first, first + 4)), bench.request(f"from {first}"))
+    end_all(bench)
+    unused = [number for number in range(1, 23) if number not in (9, 10) and keys(number)[0] not in bench.primary.index]
+    bench.manager.orders.drop(brought(bench, *unused[1:4]).name)
+    bench.step()
+    assert outcome(bench, "unused") == 3
+    bench.store(keys(31, 32, 33), bench.request("new"))
+    assert not any(key in bench.primary.index for key in keys(*unused[1:4]))
+
+
 def test_a_long_order_costs_each_step_little(make_bench: MakeBench) -> None:
     bench = make_bench(num_blocks=24, limits=limits())
     bench.tier.present = {}

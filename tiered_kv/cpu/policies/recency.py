@@ -99,7 +99,10 @@ class ARCPolicy(CachePolicy):
         self._is_frequent += [False] * (len(self.table) - len(self._is_frequent))
         for row in rows:
             key, is_frequent = key_of[row], False
-            if recent.discard(key):
+            if chain.last_use < 0:  # an `OldChain`: no request asks for the block, so its return says nothing
+                recent.discard(key)
+                frequent.discard(key)
+            elif recent.discard(key):
                 step = max(1.0, len(frequent) / (len(recent) + 1))
                 self._recent_target = min(self._recent_target + step, float(self.num_blocks))
                 is_frequent = not chain.note
