@@ -178,6 +178,21 @@ def test_the_tiers_that_are_there_fill_memory_without_one_that_is_away(
         assert in_memory(stack) == set(HASHES), "the next start knows what was away"
 
 
+def test_a_tier_that_is_away_is_no_news_where_the_others_have_all_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with warm_stack(of_both(tmp_path)) as stack:
+        put(stack, HASHES)
+    (tmp_path / "shared").rename(tmp_path / "away")
+    (tmp_path / "shared").write_text("no directory")
+    with warm_stack(of_both(tmp_path, required=False)) as stack:
+        assert in_memory(stack) == set(HASHES)
+        noted = {(each["tier"], each["what"]) for each in manager_of(stack).notices.snapshot()}
+    assert ("cpu", "warm start ended") in noted
+    assert not {what for tier, what in noted if tier == "shared"}
+    assert "without tier" not in caplog.text
+
+
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_server_that_is_away_keeps_no_warm_start_waiting(tmp_path: Path, answers: bool) -> None:
     """Nobody listens at its port, or it accepts and never answers."""

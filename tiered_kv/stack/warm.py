@@ -60,7 +60,7 @@ class WarmStart:
         self._missing: list[OffloadKey] = []
         """Blocks that a tier which was not in use may have: they are listed, too."""
         self._left_out: dict[str, str] = {}
-        """The tiers that were not in use, with the reason: the others fill memory."""
+        """The tiers that were not in use while blocks were missing, with the reason: the others fill memory."""
         self._thread: threading.Thread | None = None
         self._ended, self._stopped = threading.Event(), threading.Event()  # a part has; the stack closes
 
@@ -163,13 +163,13 @@ class WarmStart:
         return {name: int(tier.value("lookup_timeouts_total")) for name, tier in found if name != PRIMARY_NAME}
 
     def _note_left_out(self, order: PrefetchOrder, before: Mapping[str, int]) -> None:
-        """Note which tiers were not in use for a part. Before the first one they had not answered `before` lookups."""
+        """Note which tiers may have what a part lacks. Before the first one they had not answered `before` lookups."""
         missing = [key for key in order.keys if order.phases.get(key) in (None, Phase.ABSENT)]
-        left_out = self._manager.removals.notes(with_errors=True)
-        if missing:  # a breaker opens after several failures only
-            now = self._unanswered()
-            left_out = {name: "it answers no lookup" for name in now if now[name] > before[name]} | left_out
-        self._left_out = left_out | self._left_out
+        if not missing:
+            return
+        now = self._unanswered()  # a breaker opens after several failures only
+        left_out = {name: "it answers no lookup" for name in now if now[name] > before[name]}
+        self._left_out = left_out | self._manager.removals.notes(with_errors=True) | self._left_out
         if self._left_out:
             self._missing += missing
 
