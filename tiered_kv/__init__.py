@@ -87,7 +87,7 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():
     import warnings
 
     warnings.warn(
-        "tiered_kv is seldom tested without Python's interpreter lock, and then needs Python 3.14.1: set PYTHON_GIL=1",
+        "tiered_kv is seldom tested without Python's interpreter lock, and not before Python 3.14.1: set PYTHON_GIL=1",
         RuntimeWarning,
         stacklevel=2,
     )
