@@ -339,6 +339,13 @@ def test_a_server_keeps_the_changes_of_each_tier(tmp_path: Path, capsys: pytest.
         assert taken_back["tiers"]["memory"]["tenants"]["a"]["limit"] == "25%"
     with serving_pages(tmp_path) as url:
         assert run(capsys, url).keys() == {"tiers"}, "the file's changes of the primary tier have none to count for"
+        run(capsys, url, "a", "70%", "--tier", "memory")
+    with serving_pages(tmp_path, limits={"a": "20%"}) as url:
+        shown = run(capsys, url)
+        assert shown["tenants"]["b"]["limit"] == "5%", (
+            "until it is taken back, also if the tier had no shares meanwhile"
+        )
+        assert shown["tiers"]["memory"]["tenants"]["a"]["limit"] == "70%"
 
 
 def test_a_change_that_cannot_be_kept_is_not_made(tmp_path: Path) -> None:

@@ -102,19 +102,21 @@ class _OtherVersionError(FormatError):
 
 
 def _keep(path: Path, changed: Mapping[str, Mapping[str, str]]) -> None:
-    """Write all changed limits, by tier, in place of an older file.
+    """Write all changed limits, by tier, in place of an older file. Changes of tiers without shares now stay there.
 
     Raises:
         ConfigError: The file cannot be written, or the older one is of another release.
     """
     reason = "the change cannot be kept, and was not made"
+    older: Mapping[str, Mapping[str, str]] = {}
     try:
-        _read(path)
+        kept = _read(path)
+        older = {PRIMARY_NAME: kept.limits, **kept.tiers}
     except _OtherVersionError as error:
         raise ConfigError(f"{reason}: {error}; move the file away, and its changes are forgotten") from error
     except (OSError, FormatError):  # there is none, or nothing in it is lost
         pass
-    tiers = {tier: dict(limits) for tier, limits in changed.items() if limits}
+    tiers = {tier: dict(limits) for tier, limits in {**older, **changed}.items() if limits}
     kept = _Kept(limits=tiers.pop(PRIMARY_NAME, {}), tiers=tiers)
     try:
         replace_file(os.fspath(path), kept.model_dump_json(indent=1).encode() + b"\n", flush=True)
