@@ -8,7 +8,8 @@ end. The way of an order:
 3. A block that a tier has takes a row only when its load is submitted: while no other load of that tier is in flight,
    and a small job at a time. So a request's load waits for one small job at most.
 4. A loaded block is held until a request uses it, or the order ends. One that no request has used is evicted before
-   all blocks that a request has used: so useless orders displace no more than what orders may hold.
+   all blocks that a request has used: so useless orders displace no more than what orders may hold. (But `density`
+   evicts first what it expects back even less, and shares of tenants go before this order.)
 
 An order of a warm start (`PrefetchOrder.chain`) fills memory: it takes free rows only, after all other orders, and
 holds nothing.
