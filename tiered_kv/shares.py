@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from tiered_kv.config.limits import DEFAULT_TENANT, TenantLimits, limit_bytes
 
@@ -20,18 +20,32 @@ TENANTS_MAX: Final = 1000
 """Limit of the tenants that `limits` does not name; the requests of further ones count for `DEFAULT_TENANT`."""
 _ROUNDS_MAX: Final = 16
 """About how many times one eviction chooses a tenant, if several are over their shares."""
+_NEAR: Final = 0.75
+"""The part of its share above which an eviction looks at a tenant, while tenants hold so much of the tier together."""
 
 
 class Tenant:
     """A tenant of a tier: what it may keep, and what it has."""
 
-    __slots__ = ("evicted_blocks", "held", "name", "share")
+    __slots__ = ("_held", "changed", "counted", "evicted_blocks", "name", "share")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.share = 0.0  # units
-        self.held = 0  # units
+        self._held = self.counted = 0  # units; how many of them count in the total of all tenants
         self.evicted_blocks = 0
+        self.changed: dict[Any, None] = {}  # Any: tenants of this type
+        """The tenants that hold more or less than at the last eviction."""
+
+    @property
+    def held(self) -> int:
+        """What it has, in units. The tier changes it."""
+        return self._held
+
+    @held.setter
+    def held(self, units: int) -> None:
+        self._held = units
+        self.changed[self] = None
 
 
 T = TypeVar("T", bound=Tenant)
@@ -53,6 +67,10 @@ class Shares(Generic[T]):
         self._limits = limits.latest  # those that count since the last eviction
         self._tenants: dict[str, T] = {}
         self._unnamed = 0
+        self._changed: dict[T, None] = {}
+        self._total = 0  # of what all tenants held at the last eviction
+        self._near: dict[T, None] = {}
+        """The tenants that held more than `_NEAR` of their shares then."""
         self.tenant(DEFAULT_TENANT)
 
     @property
@@ -69,6 +87,7 @@ class Shares(Generic[T]):
                     return self._tenants[DEFAULT_TENANT]
                 self._unnamed += 1
             tenant = self._tenants[name] = self._make(name)
+            tenant.changed = self._changed
             self._set_share(tenant)
         return tenant
 
@@ -106,12 +125,13 @@ class Shares(Generic[T]):
             incoming: The units that `asking` will hold then, and does not yet.
             take: Evicts about so many units of a tenant and returns how many; 0 if none of its blocks may go.
         """
-        total = sum([tenant.held for tenant in self._tenants.values()]) + incoming
-        part = max(total - count, 0) / self._units
+        self._count_changes()
+        part = max(self._total + incoming - count, 0) / self._units
         used: dict[T, int] = {}
         shares: dict[T, float] = {}
         over: dict[T, float] = {}
-        for tenant in self._tenants.values():
+        near = self._near if asking is None else {**self._near, asking: None}
+        for tenant in near if part >= _NEAR else self._tenants.values():
             held, share = tenant.held, tenant.share * part
             if tenant is asking:
                 held += incoming
@@ -133,6 +153,17 @@ class Shares(Generic[T]):
                 over[tenant] = min(ratio, used[tenant] / max(share, 0.5))
         return max(count, 0)
 
+    def _count_changes(self) -> None:
+        for tenant in self._changed:
+            self._total += tenant.held - tenant.counted
+            tenant.counted = tenant.held
+            if tenant.held > tenant.share * _NEAR:
+                self._near[tenant] = None
+            else:
+                self._near.pop(tenant, None)
+        self._changed.clear()
+
     def _set_share(self, tenant: T) -> None:
+        self._changed[tenant] = None
         limit = self._limits.get(tenant.name, self._limits[DEFAULT_TENANT])
         tenant.share = limit_bytes(limit, self._units * self._unit_bytes) / self._unit_bytes

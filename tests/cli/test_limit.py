@@ -13,13 +13,14 @@ import yaml
 
 from tests.stack.exporters.test_prefetch import TOKEN, ask
 from tests.support.host_server import serving
-from tests.support.stacks import stack_of
+from tests.support.stacks import manager_of, stack_of
 from tiered_kv.cli.main import main
 from tiered_kv.server.namespaces import Namespaces
 from tiered_kv.server.served_stack import ServedStack
 from tiered_kv.stack.exporters.server import StatusServer
 from tiered_kv.stack.limits import limits_path
 from tiered_kv.stack.open import Stack, open_stack
+from tiered_kv.testing.control import wait_until
 from tiered_kv.toolkit.record import HEADER_BYTES
 
 BLOCK_BYTES = 4096
@@ -102,7 +103,8 @@ def test_each_tier_has_shares_of_its_own(capsys: pytest.CaptureFixture[str]) -> 
     with open_stack(stack_of(memory(), blocks=100, metrics=LISTEN, limits={"a": "20%"})) as stack:
         put(stack, "b", 5)
         assert stack.flush(60.0)
-        changed = run(capsys, url_of(stack), "a", "50%", "--tier", "memory")
+        assert run(capsys, url_of(stack), "a", "50%", "--tier", "memory").keys() == {"tiers", "is_kept"}
+        changed = run(capsys, url_of(stack))
         assert (changed["tenants"]["a"]["limit"], changed["tenants"]["a"]["is_changed"]) == ("20%", False)
         record_bytes = BLOCK_BYTES + HEADER_BYTES
         assert changed["tiers"]["memory"]["capacity_bytes"] == 20 * record_bytes
@@ -114,6 +116,8 @@ def test_each_tier_has_shares_of_its_own(capsys: pytest.CaptureFixture[str]) -> 
             "evicted_blocks": 0,
         }
         assert changed["tiers"]["memory"]["tenants"]["b"]["used_bytes"] == 5 * record_bytes
+        assert run(capsys, url_of(stack), "--tier", "memory") == {"tiers": changed["tiers"]}
+        assert run(capsys, url_of(stack), "--tier", "cpu").keys() == {"capacity_bytes", "tenants"}
         run(capsys, url_of(stack), "a", "30%")
         found = run(capsys, url_of(stack))
         assert (found["tenants"]["a"]["limit"], found["tiers"]["memory"]["tenants"]["a"]["limit"]) == ("30%", "50%")
@@ -127,6 +131,19 @@ def test_each_tier_has_shares_of_its_own(capsys: pytest.CaptureFixture[str]) -> 
             assert main(["limit", url_of(stack), "a", *more, "--tier", "disk"]) == 2
             assert "the tier 'disk' has no shares; those with shares: cpu, memory" in capsys.readouterr().err
         assert ask(stack.server, "POST", "/limits", {"tenant": "a", "limit": "1%", "tier": 7})[0] == 400
+
+
+def test_the_shares_of_a_tier_that_was_taken_out_are_said_to_be_drained(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_stack(stack_of(memory(), blocks=100, metrics=LISTEN)) as stack:
+        manager_of(stack).removals.ask("drain", "memory")
+        wait_until(lambda: manager_of(stack).removed_tiers() == {"memory": "drained"})
+        assert run(capsys, url_of(stack))["tiers"]["memory"]["removal"] == "drained"
+        assert main(["limit", url_of(stack), "a"]) == 0
+        (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:2] == ["memory", "a"]]
+        assert row == ["memory", "a", "25%", "drained", "-", "0"]
+        manager_of(stack).removals.ask("attach", "memory")
+        wait_until(lambda: not manager_of(stack).removed_tiers())
+        assert run(capsys, url_of(stack))["tiers"]["memory"]["removal"] == ""
 
 
 def test_a_stack_whose_only_shares_are_a_memory_tier_s_says_which_tier_to_name(
@@ -169,13 +186,14 @@ def test_names_that_come_and_go_take_a_bounded_amount_of_memory(stack: Stack, mo
     assert ask(stack.server, "POST", "/limits", {"tenant": "a", "limit": "30%"})[0] == 200, "it is known"
 
 
-@pytest.mark.parametrize("verb", ["limit", "drain"])
+@pytest.mark.parametrize("verb", ["limit", "drain", "attach", "top"])
 def test_a_token_that_no_header_holds_is_named_and_not_shown(
     stack: Stack, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for token in ("sesame-of-the-test\n", "sesame of the test", "sesame-öf-the-test"):
         monkeypatch.setenv("TIERED_KV_TOKEN", token)
-        assert main([verb, url_of(stack), "a", *(["10%"] if verb == "limit" else [])]) == 2
+        more = {"limit": ["a", "10%"], "top": ["--once"]}.get(verb, ["a"])
+        assert main([verb, url_of(stack), *more]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: TIERED_KV_TOKEN: the token has ")
         assert "sesame" not in said

@@ -10,6 +10,7 @@ import pytest
 from tests.support.shares import QUIET, NoMemory, flood, flooded, found_by_tenant, quiet_requests
 from tiered_kv import shares
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.limits import TenantLimits
 from tiered_kv.cpu.backend import CPUBackend
 from tiered_kv.cpu.chain import RequestChain
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES, CachePolicy
@@ -113,6 +114,43 @@ def test_a_tenant_without_a_share_loses_all_before_others_lose_one() -> None:
     shared.store("a", 60)
     shared.store("b", 40)
     assert shared.held() == {"a": 60, "b": 40}
+
+
+def test_an_eviction_looks_at_no_tenant_that_is_far_below_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    class Looked(shares.Tenant):
+        @property
+        def held(self) -> int:
+            looked.append(self.name)
+            return self._held
+
+        @held.setter
+        def held(self, units: int) -> None:
+            shares.Tenant.held.__set__(self, units)
+
+    tier = shares.Shares(TenantLimits({"default": "10%"}), 1000, 1, Looked)
+    for number in range(500):
+        tier.tenant(f"small-{number}").held += 1
+    large = tier.tenant("large")
+    large.held += 500
+    taken: list[tuple[str, int]] = []
+
+    def take(tenant: Looked, units: int) -> int:
+        taken.append((tenant.name, units))
+        tenant.held -= units
+        return units
+
+    assert tier.evict(2, tier.tenant("small-7"), 2, take) == 0
+    looked.clear()
+    assert tier.evict(3, tier.tenant("small-8"), 3, take) == 0
+    assert taken == [("large", 2), ("large", 3)]
+    assert set(looked) == {"large", "small-8"}
+    tier.limits.change({"default": "0"})
+    tier.follow_limits()
+    large.held = 0
+    assert tier.evict(1, large, 0, take) == 0
+    assert taken[-1][0].startswith("small"), "with other limits others are over their shares"
 
 
 def test_pinned_blocks_never_go_and_their_tenant_is_passed_over() -> None:

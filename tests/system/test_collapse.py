@@ -91,6 +91,19 @@ def test_both_ways_to_count_find_the_same_huge_pages(file: File, monkeypatch: py
             assert count(address + 100, file.size_bytes - 100) == 3 * PAGE_BYTES
 
 
+def test_a_kernel_that_does_not_move_on_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, asked = np.zeros(4 * mmap.PAGESIZE, np.uint8), []
+
+    def stand_still(file: object, request: int, argument: bytearray) -> int:
+        asked.append(bytes(argument))
+        return 0
+
+    monkeypatch.setattr(module.fcntl, "ioctl", stand_still)
+    monkeypatch.setattr(module, "_in_smaps", lambda address, size_bytes: 7)
+    assert huge_bytes(memory.ctypes.data, memory.size) == 7, "counted in the other way"
+    assert len(asked) == 1
+
+
 @needs_kernel
 def test_only_whole_pages_count(file: File) -> None:
     """The kernel answers 0 for a range without a whole huge page."""

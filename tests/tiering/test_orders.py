@@ -9,10 +9,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.tiering.conftest import LARGE_BUDGETS, Bench, MakeBench, keys
+from tests.tiering.conftest import JOB_TIMEOUT_S, LARGE_BUDGETS, Bench, MakeBench, keys
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.recent_uses import KEPT_ROWS_MAX, RecentUses
+from tiered_kv.tiering.base import JobResult
 from tiered_kv.tiering.order import PrefetchOrder
 from tiered_kv.tiering.orders import JOB_BLOCKS, KEYS_A_TURN, ORDER_BLOCKS_MAX, TURNS_A_STEP
 from tiered_kv.tiering.requests import ManagerLimits
@@ -279,6 +280,22 @@ def test_a_tier_that_never_answers_a_load_keeps_no_order_for_ever(bench: Bench) 
     bench.step()
     bench.step()
     assert counted(order) == {"absent": 1}
+
+
+def test_a_load_that_never_ends_stops_the_loads_of_orders_until_its_deadline_only(bench: Bench) -> None:
+    bench.tier.has(1, 2)
+    give(bench, 1, until_s=60.0)
+    bench.step()
+    order = give(bench, 2, until_s=60.0)
+    bench.step()
+    assert bench.jobs == [keys(1)]
+    bench.clock.advance(JOB_TIMEOUT_S + 1.0)
+    bench.step()
+    bench.step()
+    assert bench.jobs == [keys(1), keys(2)]
+    bench.tier.results.append(JobResult(bench.tier.jobs.pop().job_id, True))
+    bench.step()
+    assert counted(order) == {"in_memory": 1}
 
 
 def test_orders_hold_their_part_of_the_budget_only(bench: Bench) -> None:

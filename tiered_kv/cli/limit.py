@@ -38,6 +38,8 @@ class _Tenant(BaseModel):
 class _Tier(BaseModel):
     capacity_bytes: _Whole
     tenants: dict[_Text, _Tenant]
+    removal: _Text = ""
+    """Why it is not in use, such as "drained": then it has no capacity, and keeps nothing."""
 
 
 class _Answer(BaseModel):
@@ -61,6 +63,13 @@ class _Answer(BaseModel):
             return self.tiers
         return {PRIMARY_NAME: _Tier(capacity_bytes=self.capacity_bytes, tenants=self.tenants), **self.tiers}
 
+    def fields(self, tier: str | None) -> dict[str, object]:
+        """Return what `--json` prints: of all tiers, or of one in the same form."""
+        if tier is None:
+            return self.model_dump(exclude_unset=True)
+        own = {"capacity_bytes": True, "tenants": True} if tier == PRIMARY_NAME else {"tiers": {tier: True}}
+        return self.model_dump(exclude_unset=True, include={"is_kept": True, **own})
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
@@ -71,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("stack", metavar="ADDRESS|STACK", help="http://HOST:PORT, or the file, whose token is sent")
     parser.add_argument("tenant", metavar="TENANT", nargs="?", help="whose share changes; 'default' for all others")
     parser.add_argument("limit", metavar="SIZE|PERCENT", nargs="?", help="the new share, such as 300GiB or 25%%")
-    parser.add_argument("--tier", metavar="NAME", help="in which tier it changes (cpu), or the only one to show")
+    parser.add_argument("--tier", metavar="NAME", help="in which tier it changes (cpu), and the only one to show")
     parser.add_argument("--take-back", action="store_true", help="end a change: the stack's file counts again")
     parser.add_argument("--namespace", metavar="DIGEST", default="", help="which namespace, if a server has several")
     parser.add_argument("--timeout", metavar="TIME", type=seconds, default=_TIMEOUT_S, help="for the answer (10s)")
@@ -120,7 +129,7 @@ def run(args: argparse.Namespace) -> Status:
             )
         shown = {args.tier: shown[args.tier]}
     if args.json:
-        print_json(answer.model_dump(exclude_unset=True))
+        print_json(answer.fields(args.tier))
     else:
         _show(shown, args.tenant)
         if answer.is_kept is False:
@@ -129,14 +138,19 @@ def run(args: argparse.Namespace) -> Status:
     return Status.OK if args.tenant is None or change or is_known else Status.FOUND
 
 
+def _sizes(tier: _Tier, tenant: _Tenant) -> tuple[str, str]:
+    if tier.removal and not tier.capacity_bytes:  # a part of nothing would be "0B"
+        return tier.removal, "-"
+    return rounded_bytes(tenant.share_bytes), rounded_bytes(tenant.used_bytes)
+
+
 def _show(shown: Mapping[str, _Tier], wanted: str | None) -> None:
     rows = [
         [
             tier,
             name,
             tenant.limit + (" (changed)" if tenant.is_changed else ""),
-            rounded_bytes(tenant.share_bytes),
-            rounded_bytes(tenant.used_bytes),
+            *_sizes(shares, tenant),
             f"{tenant.evicted_blocks:,}",
         ]
         for tier, shares in shown.items()

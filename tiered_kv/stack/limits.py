@@ -160,12 +160,14 @@ def limits_report(stack: Observed) -> dict[str, Any]:  # Any: JSON
     """
     sharing, snapshot = _sharing(stack), stack.snapshot()
     tiers = {tier: _tier_report(limits, snapshot.tiers[tier]) for tier, limits in sharing.items()}
-    primary = tiers.pop(PRIMARY_NAME, {})
+    primary, stages = tiers.pop(PRIMARY_NAME, {}), stack.manager.removed_tiers()
+    for tier, report in tiers.items():
+        report["removal"] = stages.get(tier, "")
     return {**primary, "tiers": tiers} if tiers else primary
 
 
 def _tier_report(limits: TenantLimits, counted: TierSeries) -> dict[str, Any]:  # Any: JSON
-    """Return a tier's shares. A tier that is not open now has a capacity of 0."""
+    """Return a tier's shares. A tier that is not open now has a capacity of 0: its `removal` says why."""
     latest, changed = limits.latest, limits.changed
     capacity_bytes = _numbers(counted, "capacity_bytes").get("", 0)
     used, evicted = _numbers(counted, "tenant_used_bytes"), _numbers(counted, "tenant_evicted_blocks_total")

@@ -198,7 +198,9 @@ def _scanned(address: int, size_bytes: int) -> int:
             asked = bytearray(_SCAN.pack(_SCAN.size, 0, at, until, 0, place, _REGIONS_MAX, 0, *kinds))
             count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, asked)
             found += sum(regions[1 : 3 * count : 3]) - sum(regions[0 : 3 * count : 3])
-            at = _SCAN.unpack(asked)[_WALK_END]
+            before, at = at, _SCAN.unpack(asked)[_WALK_END]
+            if at <= before:  # a kernel that stands still would be asked for ever
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     return min(found, size_bytes)
 
 

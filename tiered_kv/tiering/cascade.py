@@ -14,6 +14,7 @@ from tiered_kv.config.settings import PRIMARY_NAME
 from tiered_kv.cpu.rows import PrimaryRows
 from tiered_kv.tiering.admission import Offer
 from tiered_kv.tiering.base import JobResult
+from tiered_kv.tiering.breaker import BreakerState
 from tiered_kv.tiering.guarded import GuardedTier, SubmittedJob
 from tiered_kv.tiering.requests import RequestState, RequestTable
 
@@ -100,11 +101,24 @@ class Cascade:
         """Keep the blocks pinned until the store has ended."""
 
     def _submit(self, selections: list[tuple[GuardedTier, Offer]], req_context: ReqContext) -> None:
+        for guarded, taken in selections:
+            for tenant, own in self._by_tenant(guarded, taken):
+                keys = own.keys.copy()  # a tier may change its list
+                if not guarded.submit(keys, own.rows, req_context, self, is_promotion=False, tenant=tenant):
+                    self._rows.unpin(own.rows)
+
+    def _by_tenant(self, guarded: GuardedTier, taken: Offer) -> Iterable[tuple[str, Offer]]:
+        """Return the blocks of each tenant: another one's request may have used some, as of a shared prefix, since."""
         table = self._rows.table
-        for guarded, taken in selections:  # each gets a list of its own, which a tier may change
-            keys, tenant = taken.keys.copy(), table.tenant(taken.rows[0])
-            if not guarded.submit(keys, taken.rows, req_context, self, is_promotion=False, tenant=tenant):
-                self._rows.unpin(taken.rows)
+        tenant, chains = table.tenant(taken.rows[0]), table.chain
+        if not guarded.has_shares or len(set(map(chains.__getitem__, taken.rows))) == 1:
+            return ((tenant, taken),)
+        if guarded.breaker.state is not BreakerState.CLOSED:  # a probe is one job
+            return ((tenant, taken),)
+        places: dict[str, list[int]] = {}
+        for place, row in enumerate(taken.rows):
+            places.setdefault(table.tenant(row), []).append(place)
+        return [(tenant, taken.at(own)) for tenant, own in places.items()]
 
     def _offer_of(self, rows: list[int]) -> Offer:
         table = self._rows.table

@@ -322,7 +322,7 @@ class PrefetchOrders:
                     self._ask_again(order, keys)
                 del self._found[guarded]
                 continue
-            blocks = 0 if guarded.loads.blocks or guarded.loads.reserved_blocks else self._job_blocks(guarded)
+            blocks = 0 if guarded.loads.will_grow else self._job_blocks(guarded)
             while waiting and blocks > 0:
                 if self._room() <= 0 or self._promotions.is_full:
                     return False

@@ -12,11 +12,13 @@ import pytest
 
 from tests.support.entries import rig_of
 from tests.support.stacks import manager_of, stack_of
+from tiered_kv.base import ReqContext
 from tiered_kv.config.limits import TenantLimits
 from tiered_kv.config.namespace import Namespace
 from tiered_kv.config.stack_config import load_config
 from tiered_kv.direct import DirectTiers
 from tiered_kv.errors import ConfigError
+from tiered_kv.hints import HINTS_KEY
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, make_keys
@@ -124,6 +126,21 @@ def test_stores_of_two_tenants_that_wait_count_for_their_own(rig: TierRig) -> No
     rig.wait(jobs)
     held = rig.tier.stats()["tenant_used_bytes"]
     assert {name: held[name] // RECORD_BYTES for name in "abc"} == {"a": 5, "b": 5, "c": 5}
+
+
+def test_blocks_of_one_store_that_two_tenants_use_count_for_their_own(stack: Stack) -> None:
+    """Another tenant's request may use a shared prefix while it is written."""
+    manager, keys = manager_of(stack), make_keys(8)
+    contexts = [ReqContext(name, {HINTS_KEY: {"tenant": name}}) for name in ("quiet", "other")]
+    for context in contexts:
+        manager.on_new_request(context)
+    assert manager.prepare_store(keys, contexts[0]) is not None
+    manager.touch(keys[:3], contexts[1])
+    manager.complete_store(keys, contexts[0])
+    for context in contexts:
+        manager.on_request_finished(context)
+    assert stack.flush(60.0)
+    assert used(stack) == {"quiet": 5, "other": 3}
 
 
 def test_a_block_that_is_read_counts_for_its_tenant_until_the_read_ends(rig: TierRig) -> None:
