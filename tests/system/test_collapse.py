@@ -98,7 +98,7 @@ def test_a_kernel_that_does_not_move_on_is_not_asked_for_ever(monkeypatch: pytes
         asked.append(bytes(argument))
         return 0
 
-    monkeypatch.setattr(module.fcntl, "ioctl", stand_still)
+    monkeypatch.setattr("fcntl.ioctl", stand_still)
     monkeypatch.setattr(module, "_in_smaps", lambda address, size_bytes: 7)
     assert huge_bytes(memory.ctypes.data, memory.size) == 7, "counted in the other way"
     assert len(asked) == 1
