@@ -88,12 +88,22 @@ def serving(
 
 @contextmanager
 def server_process(
-    directory: Path, stack: Mapping[str, object] | None = None, **more: object
+    directory: Path,
+    stack: Mapping[str, object] | None = None,
+    answer_s: float = served_stack.ANSWER_S,
+    **more: object,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Serve a stack at `directory`/cache.sock in a process of its own, which is killed at the end."""
+    """Serve a stack at `directory`/cache.sock in a process of its own, which is killed at the end.
+
+    Clients wait for `answer_s` for each answer: on a busy machine a shorter wait makes blocks misses.
+    """
     file = directory / "stack.yaml"
     file.write_text(json.dumps(stack or stack_of(**more)))  # type: ignore[arg-type]
-    command = [sys.executable, "-m", "tiered_kv", "serve", str(file), "--socket", f"{directory}/cache.sock"]
+    program = (
+        "import sys; from tiered_kv.__main__ import main; from tiered_kv.server import served_stack; "
+        f"served_stack.ANSWER_S = {answer_s}; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", program, "serve", str(file), "--socket", f"{directory}/cache.sock"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

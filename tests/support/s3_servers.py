@@ -208,7 +208,7 @@ def moto_bucket(moto_server: S3Server) -> str:
 
 
 _MOTO_PROGRAM = """
-# S3 alone: finding the service of each request took 2.5 of its 6.3 ms of processor time.
+# S3 alone: to find the service of each request took 2.5 of its 6.3 ms of processor time.
 import logging, sys
 from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
