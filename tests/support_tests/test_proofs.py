@@ -89,7 +89,7 @@ def test_a_thread_that_stays_is_found() -> None:
         # A twentieth of the time, in steps too few to be seen in the 99th percentile.
         ([1.0] * 30 + [0.004] * 50_000, "the scheduler waits for something"),
         ([0.3] * 100 + [0.004] * 50_000, "the scheduler waits for something"),
-        ([0.12, *[0.004] * 49] * 20, "one step in a hundred"),
+        ([0.22, *[0.004] * 49] * 20, "one step in a hundred"),
     ],
 )
 def test_a_scheduler_that_waits_is_found(held_s: list[float], says: str) -> None:
