@@ -61,7 +61,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tiered_kv.config.hooks import TierType, hookimpl, imported
-from tiered_kv_nvme.metrics import METRICS
+from tiered_kv_nvme.metrics import METRICS, OF_TENANTS
 from tiered_kv_nvme.settings import NvmeSettings
 
 
@@ -75,6 +75,6 @@ def tiered_kv_register_tiers() -> Iterable[TierType]:
             "Segment files in a directory on a local disk.",
             imported("tiered_kv_nvme.administration:NvmeAdministration"),
             key_store=imported("tiered_kv_nvme.simulation:NvmeKeys"),
-            metrics=METRICS,
+            metrics=(*METRICS, *OF_TENANTS),
         )
     ]

@@ -36,7 +36,7 @@ from tiered_kv_nvme.directory import (
 )
 from tiered_kv_nvme.disk import OPEN_FLAGS, Disk, StoreCounters
 from tiered_kv_nvme.epoch import EPOCH_NAME
-from tiered_kv_nvme.layout import PAGE_BYTES, SegmentHeader
+from tiered_kv_nvme.layout import PAGE_BYTES, TENANT_NUMBER_BYTES, SegmentHeader
 from tiered_kv_nvme.reader import decode_payload, neighbours, read_payloads
 from tiered_kv_nvme.recovery import SegmentScan
 from tiered_kv_nvme.segment import Segment, SegmentFiles
@@ -120,7 +120,7 @@ class Inspection:
                     _end(segment)
                 if not len(segment.table):
                     files.discard(slot)
-                if not len(segment.table) or files.seal(segment):
+                if not len(segment.table) or files.seal(segment, ["", *segment.tenant_names]):
                     verification.repaired += len(damaged) + is_cut
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # spare the page cache
 
@@ -202,7 +202,8 @@ class Inspection:
 def _end(segment: Segment) -> None:
     """Set a segment's end to the place of its summary: no reader looks for batches behind a bad place again."""
     segment.damaged = False
-    segment.end_offset = segment.segment_bytes - PAGE_BYTES - segment.table.table_bytes
+    table_bytes = segment.table.table_bytes(TENANT_NUMBER_BYTES * len(segment.table.tenants))
+    segment.end_offset = segment.segment_bytes - PAGE_BYTES - table_bytes
 
 
 def _can_read(fd: int) -> bool:

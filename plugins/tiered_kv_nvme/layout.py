@@ -7,6 +7,7 @@ checked.
 
 from __future__ import annotations
 
+import re
 import struct
 from array import array
 from collections.abc import Iterable, Sequence, Set
@@ -16,11 +17,13 @@ import numpy as np
 import xxhash
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.hints import TENANT_PATTERN
 
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096  # alignment of direct transfers
 KEY_BYTES_MAX = 1024
 CHECKSUM_BYTES = 16
+TENANT_NUMBER_BYTES = 2
 _NUMBER_MAX = (1 << 63) - 1
 """The greatest accepted size, offset or number: a valid file offset whose successor can be encoded."""
 
@@ -32,11 +35,14 @@ _PROLOGUE = struct.Struct("<8s16s")  # magic, checksum of the bytes behind it
 _SEGMENT = struct.Struct("<II16sQQQQ")
 _BATCH = struct.Struct("<II16sQQQQQ")
 _SUMMARY = struct.Struct("<II16sQQQQQ16s")
+_NAMES = struct.Struct("<I")  # behind `_SUMMARY`: the size of the tenants' names, which follow
 _ENTRY = struct.Struct("<QIHH16s")
 _SPAN = struct.Struct("<QI")  # the beginning of an entry
 _ENTRY_COLUMNS = np.dtype([("offset", "<u8"), ("stored", "<u4"), ("key", "<u2"), ("codec", "<u2"), ("sum", "V16")])
 _BATCH_TABLE_OFFSET = _PROLOGUE.size + _BATCH.size
 ENTRY_BYTES = _ENTRY.size
+_NAMES_OFFSET = _PROLOGUE.size + _SUMMARY.size + _NAMES.size
+TENANT_NAMES_BYTES_MAX = PAGE_BYTES - _NAMES_OFFSET
 _MIXED = -1  # keys of different lengths
 
 Hashes = np.ndarray[Any, np.dtype[np.uint32]]
@@ -138,8 +144,9 @@ class Summary(NamedTuple):
     segment_bytes: int
     table_checksum: bytes
 
-    def encode(self, page: memoryview) -> None:
-        _fill(page, _SUMMARY_MAGIC, _SUMMARY.pack(*self))
+    def encode(self, page: memoryview, tenant_names: bytes = b"") -> None:
+        """Write the footer into `page`. `encode_names` gives the names, if the table has a number for each entry."""
+        _fill(page, _SUMMARY_MAGIC, _SUMMARY.pack(*self) + _NAMES.pack(len(tenant_names)) + tenant_names)
 
     @classmethod
     def decode(cls, page: memoryview) -> Summary | None:
@@ -152,6 +159,24 @@ class Summary(NamedTuple):
             and summary.end_offset % PAGE_BYTES == summary.table_bytes % PAGE_BYTES == 0
         )
         return summary if fits and summary.sequence < _NUMBER_MAX else None
+
+
+def encode_names(names: Iterable[str]) -> bytes:
+    """Return names of tenants as a footer has them: each behind its length."""
+    return b"".join(bytes([len(name)]) + name.encode("ascii") for name in names)
+
+
+def decode_names(page: memoryview) -> list[str]:
+    """Return the names of tenants in an intact footer; a name that no tenant can have is empty."""
+    (size_bytes,) = _NAMES.unpack_from(page, _NAMES_OFFSET - _NAMES.size)
+    data = bytes(page[_NAMES_OFFSET : _NAMES_OFFSET + min(size_bytes, TENANT_NAMES_BYTES_MAX)])
+    names: list[str] = []
+    at = 0
+    while at < len(data):
+        name = data[at + 1 : at + 1 + data[at]].decode("ascii", "replace")
+        names.append(name if re.fullmatch(TENANT_PATTERN, name) else "")
+        at += 1 + data[at]
+    return names
 
 
 class SegmentEntry(NamedTuple):
@@ -186,7 +211,7 @@ class EntryTable:
     columns only grow. Whoever reads keys knows that no other thread forgets them.
     """
 
-    __slots__ = ("_entries", "_keys", "_length", "hashes", "states")
+    __slots__ = ("_entries", "_keys", "_length", "hashes", "states", "tenants")
 
     def __init__(self) -> None:
         self._entries = bytearray()
@@ -194,6 +219,7 @@ class EntryTable:
         self._length = 0  # the length of each key; `_MIXED` if they differ; 0 without entries
         self.hashes: Hashes | None = None  # of forgotten keys; None: the keys are here
         self.states = array("H")  # how each block was used; see `Worth`
+        self.tenants = array("H")  # with `limits`, the number of each block's tenant; otherwise empty
 
     def __len__(self) -> int:
         return len(self.states)
@@ -207,8 +233,8 @@ class EntryTable:
         offset, stored_bytes = _SPAN.unpack_from(self._entries, ordinal * ENTRY_BYTES)
         return offset, stored_bytes
 
-    def stored_bytes(self, ordinals: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint32]]:
-        """Return the sizes of some payloads."""
+    def stored_bytes(self, ordinals: Sequence[int] | slice) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        """Return the sizes of some payloads. Nothing may be appended while the caller has those of a slice."""
         sizes: np.ndarray[Any, np.dtype[np.uint32]] = np.frombuffer(self._entries, _ENTRY_COLUMNS)["stored"][ordinals]
         return sizes
 
@@ -235,18 +261,21 @@ class EntryTable:
             return None
         return np.frombuffer(self._keys, np.uint8).reshape(len(self), -1)
 
-    def append(self, keys: Sequence[OffloadKey], entries: bytes, states: Sequence[int]) -> None:
+    def append(
+        self, keys: Sequence[OffloadKey], entries: bytes, states: Sequence[int], tenants: Sequence[int] = ()
+    ) -> None:
         """Add the blocks of one batch: all of them, or none after an error (`MemoryError`).
 
-        `encode_entries` gives `entries`.
+        `encode_entries` gives `entries`. `tenants` has a number for each if `limits` are given.
         """
         count, key_end = len(self), len(self._keys)
         try:
             self._keys += b"".join(keys)
             self._entries += entries
+            self.tenants.extend(tenants)
             self.states.extend(states)
         except BaseException:  # columns of different lengths would misnumber later entries
-            del self.states[count:], self._entries[count * ENTRY_BYTES :], self._keys[key_end:]
+            del self.states[count:], self._entries[count * ENTRY_BYTES :], self._keys[key_end:], self.tenants[count:]
             raise
         self._note_lengths(set(map(len, keys)))
 
@@ -262,7 +291,8 @@ class EntryTable:
         kept = [ordinal for ordinal in range(len(self)) if ordinal not in ordinals]
         left = EntryTable()
         entries = [self._entries[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES] for at in kept]
-        left.append(self.keys(kept), b"".join(entries), [self.states[at] for at in kept])
+        tenants = [self.tenants[at] for at in kept if at < len(self.tenants)]
+        left.append(self.keys(kept), b"".join(entries), [self.states[at] for at in kept], tenants)
         return left
 
     def forget_keys(self, hashes: Hashes) -> None:
@@ -270,23 +300,30 @@ class EntryTable:
         assert len(hashes) == len(self)
         self.hashes, self._keys = hashes, bytearray()
 
-    @property
-    def table_bytes(self) -> int:
-        """The size of the summary's table, in whole pages."""
-        return pages(len(self._entries) + len(self._keys))
+    def table_bytes(self, more_bytes: int = 0) -> int:
+        """Return the size of the summary's table with `more_bytes` of tenants' numbers, in whole pages."""
+        return pages(len(self._entries) + len(self._keys) + more_bytes)
 
-    def encode(self, table: memoryview) -> None:
-        """Write the summary's table, of `table_bytes`: entries, then keys, then zeros."""
+    def encode(self, table: memoryview, tenants: bytes = b"") -> None:
+        """Write the summary's table, of `table_bytes`: entries, then keys, then tenants' numbers, then zeros."""
         assert self.hashes is None
-        keys_offset = len(self._entries)
-        end = keys_offset + len(self._keys)
-        table[:keys_offset], table[keys_offset:end], table[end:] = self._entries, self._keys, bytes(len(table) - end)
+        content = b"".join((self._entries, self._keys, tenants))
+        table[: len(content)], table[len(content) :] = content, bytes(len(table) - len(content))
 
     @classmethod
-    def decode(cls, table: memoryview, count: int, stored_bytes_max: int, end_offset_max: int) -> EntryTable | None:
+    def decode(
+        cls,
+        table: memoryview,
+        count: int,
+        stored_bytes_max: int,
+        end_offset_max: int,
+        *,
+        has_tenants: bool = False,
+    ) -> EntryTable | None:
         """Return the table of `count` entries at the start of `table`.
 
-        None if sizes are invalid, or if a payload exceeds `stored_bytes_max` or ends after `end_offset_max`.
+        None if sizes are invalid, or if a payload exceeds `stored_bytes_max` or ends after `end_offset_max`. If the
+        table has tenants' numbers, they are taken as they are.
         """
         keys_offset = count * ENTRY_BYTES
         if keys_offset > len(table):
@@ -308,7 +345,11 @@ class EntryTable:
             or (offsets + columns["stored"]).max() > end_offset_max
         ):
             return None
-        decoded._keys = bytearray(table[keys_offset : keys_offset + keys_bytes])
+        keys_end = keys_offset + keys_bytes
+        decoded._keys = bytearray(table[keys_offset:keys_end])
+        numbers = table[keys_end : keys_end + count * TENANT_NUMBER_BYTES]
+        if has_tenants and len(numbers) == count * TENANT_NUMBER_BYTES:
+            decoded.tenants.frombytes(np.frombuffer(numbers, "<u2").astype(np.uint16).tobytes())
         decoded.states.frombytes(bytes(count * decoded.states.itemsize))
         decoded._note_lengths({key_bytes_min, key_bytes_max})
         return decoded
@@ -316,6 +357,26 @@ class EntryTable:
     def _note_lengths(self, sizes: Set[int]) -> None:
         lengths = {self._length, *sizes} - {0}
         self._length = lengths.pop() if len(lengths) == 1 else _MIXED if lengths else 0
+
+
+def local_tenants(table: EntryTable, names: Sequence[str]) -> tuple[bytes, bytes]:
+    """Return the tenants' numbers of all entries, and their names, as a summary has them; empty without any.
+
+    Those with most blocks are numbered from 1 on, as far as the footer has room for their names; other blocks have 0.
+    """
+    if not names or not len(table.tenants):
+        return b"", b""
+    numbers = np.zeros(len(table), np.intp)
+    numbers[: len(table.tenants)] = table.tenants
+    numbers[numbers >= len(names)] = 0
+    counts = np.bincount(numbers, minlength=len(names))
+    local, chosen, size_bytes = np.zeros(len(names), "<u2"), list[str](), 0
+    for number in np.argsort(-counts, kind="stable").tolist():
+        size_bytes += bool(counts[number] and names[number]) * (1 + len(names[number]))
+        if counts[number] and names[number] and size_bytes <= TENANT_NAMES_BYTES_MAX:
+            chosen.append(names[number])
+            local[number] = len(chosen)
+    return (local[numbers].tobytes(), encode_names(chosen)) if chosen else (b"", b"")
 
 
 def _fill(target: memoryview, magic: bytes, body: bytes) -> None:

@@ -44,3 +44,5 @@ METRICS: Final = (
     Metric("left_out_segments", "Segments not or partly filled: a place of the disk refused a write."),
     Metric("lost_segments_total", "Segments whose file somebody else deleted or moved away."),
 )
+OF_TENANTS: Final = (*common_metrics("tenant_used_bytes", "tenant_share_bytes", "tenant_evicted_blocks_total"),)
+"""Those that the tier has with `limits`; `SegmentShares` counts them."""

@@ -19,12 +19,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.limits import DEFAULT_TENANT
 from tiered_kv.reasons import Reason
 from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv_nvme.index import BlockIndex, ordinal_of, place_of, slot_of
-from tiered_kv_nvme.layout import BatchHeader, EntryTable, batch_header_bytes
+from tiered_kv_nvme.layout import TENANT_NUMBER_BYTES, BatchHeader, EntryTable, batch_header_bytes
 from tiered_kv_nvme.segment import LEFT_OUT_S, Demand, Segment, SegmentState
+from tiered_kv_nvme.tenants import PROTECTED_SHARE_MAX, SegmentShares
 from tiered_kv_nvme.worth import READ, Worth
 
 LEFT_OUT_S_MIN = 5.0
@@ -61,7 +65,15 @@ class Reservation:
 class SegmentPool:
     """All segments of a directory, with the index of their blocks."""
 
-    def __init__(self, digest: bytes, epoch: int, worth: Worth, *, wants_events: bool = False) -> None:
+    def __init__(
+        self,
+        digest: bytes,
+        epoch: int,
+        worth: Worth,
+        *,
+        shares: SegmentShares | None = None,
+        wants_events: bool = False,
+    ) -> None:
         self.changed = threading.Condition(threading.Lock())
         self.digest = digest
         self.epoch = epoch
@@ -71,6 +83,7 @@ class SegmentPool:
         self.hides_blocks = False
         """Whether the index lacks blocks that this process cannot read, and others can: another has their key."""
         self.worth = worth
+        self.shares = shares
         self.events = EventLog(wants_events)  # additions to and removals from the index
         self._generation = 0  # the greatest so far
         self.growing_since_s: float | None = None  # when a running allocation of a segment began
@@ -117,19 +130,28 @@ class SegmentPool:
         entries: bytes,
         states: Sequence[int],
         old_places: Sequence[int] | None,
+        tenant: str = DEFAULT_TENANT,
     ) -> bool:
         """End a reservation after its batch was written, and add its blocks to the index.
 
-        `encode_entries` gives `entries`. Relocated blocks are added only if they are still at `old_places`. Returns
-        False after a reset or `close`.
+        `encode_entries` gives `entries`. Relocated blocks are added only if they are still at `old_places`. With
+        shares, they go on counting for their tenants, and others count for `tenant`. Returns False after a reset or
+        `close`.
         """
         segment = reservation.segment
         with self.changed:
             self._end_write(segment)
             if reservation.header.epoch != self.epoch or self.closed:
                 return False
-            first_place = place_of(segment.slot, len(segment.table))
-            segment.table.append(keys, entries, states)
+            first = len(segment.table)
+            first_place = place_of(segment.slot, first)
+            if self.shares is None:
+                segment.table.append(keys, entries, states)
+            else:
+                number = self.shares.number(tenant)
+                numbers = [number] * len(keys) if old_places is None else self._tenants_of(old_places)
+                segment.table.append(keys, entries, states, numbers)
+                self.shares.count(segment, first)
             if old_places is None:
                 self.index.add(keys, first_place)
                 self.events.stored(keys)
@@ -218,12 +240,17 @@ class SegmentPool:
         """Return the states of blocks that move. Their segment is being reclaimed, so no lock is needed."""
         return [self.segments[slot_of(place)].table.states[ordinal_of(place)] & ~READ for place in places]
 
+    def _tenants_of(self, places: Iterable[int]) -> list[int]:
+        return [self.segments[slot_of(place)].table.tenants[ordinal_of(place)] for place in places]
+
     def adopt(self, segment: Segment) -> None:
         """Locked. Add a segment; call for the oldest first."""
         assert segment.slot not in self.segments or self.segments[segment.slot] is segment
         self.segments[segment.slot] = segment
         segment.age = next(self._ages)
         self._generation = max(self._generation, segment.generation)
+        if self.shares is not None:
+            segment.entry_more_bytes = TENANT_NUMBER_BYTES
         if segment.state is SegmentState.FREE:
             self._free.append(segment)
             self.changed.notify_all()
@@ -330,9 +357,51 @@ class SegmentPool:
         void = [segment for segment in idle if segment.epoch != self.epoch]
         return void or [segment for segment in idle if segment.damaged] or idle
 
+    @property
+    def tenant_names(self) -> Sequence[str]:
+        """The names of tenants by their numbers in tables; empty without shares."""
+        return () if self.shares is None else self.shares.names
+
+    def least(self, segments: Sequence[Segment]) -> Segment:
+        """Return the segment to reclaim: the one whose loss costs least, of those that tenants' shares allow.
+
+        The reclaimer's thread. Sets `protected` of the segment.
+        """
+        if self.shares is None:
+            return self.worth.least(segments)
+        ages = self.shares.ages(segments, self.worth)
+        with self.changed:
+            protected = self.shares.protected(segments, ages)
+        parts = [sum(kept.values()) / each.segment_bytes for kept, each in zip(protected, segments, strict=True)]
+        fit = [each for part, each in zip(parts, segments, strict=True) if part <= PROTECTED_SHARE_MAX]
+        segment = self.worth.least(fit or [segments[parts.index(min(parts))]])
+        segment.protected = protected[segments.index(segment)]
+        return segment
+
+    def protected(self, segment: Segment) -> list[int]:
+        """Return the blocks of a segment that tenants' shares protect: of each tenant the best ones."""
+        if not any(segment.protected.values()):
+            return []
+        table, chosen = segment.table, list[int]()
+        order, sizes = self.worth.best_first(table), table.stored_bytes(slice(None))
+        tenants = np.array(table.tenants)[order]
+        for number, kept_bytes in segment.protected.items():
+            own = order[tenants == number]
+            before_bytes = np.cumsum(sizes[own], dtype=np.int64) - sizes[own]
+            chosen += own[before_bytes < kept_bytes].tolist()
+        return chosen
+
+    def release(self, segment: Segment) -> None:
+        """Count the blocks of an emptied segment for no tenant any more."""
+        if self.shares is not None:
+            with self.changed:
+                self.shares.release(segment)
+
     def reset(self, epoch: int) -> None:
         """Locked. Begin a new epoch, in which no segment holds a valid block."""
         self.epoch = epoch
+        if self.shares is not None:
+            self.shares.reset(list(self.segments.values()))
         self._retire_all()
 
     def take_void_table(self, segment: Segment) -> EntryTable | None:

@@ -33,6 +33,7 @@ from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool
 from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.reader import BlockReader, neighbours
 from tiered_kv_nvme.segment import NoSegment, Segment, SegmentFiles, SegmentState, Unlinked
+from tiered_kv_nvme.tenants import MOVED_SHARE_MAX
 from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX
 from tiered_kv_nvme.writer import BatchWriter, Payloads
 
@@ -142,7 +143,7 @@ class Reclaimer:
         if segment is None:
             return False
         if not void:
-            self.files.seal(segment)  # if the seal fails, recovery scans the batches
+            self.files.seal(segment, self.pool.tenant_names)  # if the seal fails, recovery scans the batches
         self.pool.note_sealed(segment)
         return True
 
@@ -156,7 +157,7 @@ class Reclaimer:
             return True
         if not segments:
             return False
-        chosen = segments[0] if void else self.pool.worth.least(segments)
+        chosen = segments[0] if void else self.pool.least(segments)
         if self._is_failing and not self.probe.takes_writes(chosen):
             return False  # the disk takes no writes: do not evict the blocks of another segment
         return self._reclaim(chosen)
@@ -219,6 +220,7 @@ class Reclaimer:
                 return False  # stores are refused meanwhile, so some blocks have not moved
             self._evict(segment)
             segment.epoch = 0  # no valid block, as after a reset
+            self.pool.release(segment)
             is_done = self._use_again(segment)
         finally:
             with self.pool.changed:
@@ -262,6 +264,8 @@ class Reclaimer:
                     return  # a reset has emptied it
                 ordinals, keys = self.pool.index.evict(segment, range(start, min(start + CHUNK_KEYS, len(table))))
                 self.pool.events.removed(keys)
+                if self.pool.shares is not None:
+                    self.pool.shares.note_evicted(table, ordinals)
             states = np.array(table.states)[ordinals]
             wasted = table.stored_bytes(ordinals)[states & READ == 0]
             self.counters.add("evicted_blocks_total", count=len(keys))
@@ -327,9 +331,19 @@ def _as_stored(moving: Sequence[tuple[memoryview, SegmentEntry]]) -> Payloads:
 def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
     """Yield the ordinals of the blocks to move when a segment is reclaimed, neighbours together."""
     table = segment.table
-    budget_bytes = int(segment.segment_bytes * RELOCATED_SHARE_MAX)
-    chosen: list[int] = []
-    best = pool.worth.movable(table)
+    chosen = _within(pool, segment, pool.protected(segment), int(segment.segment_bytes * MOVED_SHARE_MAX))
+    best, budget_bytes = pool.worth.movable(table), int(segment.segment_bytes * RELOCATED_SHARE_MAX)
+    if chosen:
+        is_chosen = set(chosen)
+        best = [ordinal for ordinal in best if ordinal not in is_chosen]
+        budget_bytes -= int(table.stored_bytes(chosen).sum(dtype=np.int64))
+    chosen += _within(pool, segment, best, budget_bytes)
+    yield from neighbours(table, sorted(chosen, key=lambda ordinal: (table.span(ordinal)[0], ordinal)))
+
+
+def _within(pool: SegmentPool, segment: Segment, best: Sequence[int], budget_bytes: int) -> list[int]:
+    """Return the first of these blocks that are still in the index and fit into the budget."""
+    table, chosen = segment.table, list[int]()
     for start in range(0, len(best), CHUNK_KEYS):
         if budget_bytes < 0:
             break
@@ -339,4 +353,4 @@ def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
             if key is not None and budget_bytes >= 0:
                 budget_bytes -= table.span(ordinal)[1]
                 chosen += [ordinal] * (budget_bytes >= 0)
-    yield from neighbours(table, sorted(chosen, key=lambda ordinal: (table.span(ordinal)[0], ordinal)))
+    return chosen

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -29,7 +30,17 @@ from tiered_kv.toolkit.codecs import OVERHEAD_BYTES_MAX, ThreadBuffer
 from tiered_kv.toolkit.small_files import read_all
 from tiered_kv_nvme.disk import Disk, StoreCounters
 from tiered_kv_nvme.index import place_of, slot_of
-from tiered_kv_nvme.layout import PAGE_BYTES, BatchHeader, EntryTable, Hashes, Rows, SegmentHeader, Summary, checksum
+from tiered_kv_nvme.layout import (
+    PAGE_BYTES,
+    BatchHeader,
+    EntryTable,
+    Hashes,
+    Rows,
+    SegmentHeader,
+    Summary,
+    checksum,
+    decode_names,
+)
 from tiered_kv_nvme.pool import SegmentPool
 from tiered_kv_nvme.saved_index import SavedIndex, take_index
 from tiered_kv_nvme.segment import Segment, SegmentFiles, SegmentState
@@ -96,6 +107,10 @@ def _adopt(found: Sequence[Segment], pool: SegmentPool, index: tuple[KeyTable, d
         pool.index.use(places)
         for segment in found:
             pool.adopt(segment)
+            if pool.shares is None:
+                segment.table.tenants = array("H")
+            else:
+                pool.shares.adopt(segment)
             if len(segment.table) and not (segment.damaged or segment.is_copied or segment.refused_offset):
                 resumable = segment
         if resumable is not None:
@@ -284,6 +299,7 @@ class SegmentScan:
         footer_offset = segment.segment_bytes - PAGE_BYTES
         page = self._read_page(segment, footer_offset)
         summary = None if page is None else Summary.decode(page)
+        names = [] if page is None or summary is None else decode_names(page)
         if (
             summary is None
             or summary.digest != self.identity.digest
@@ -296,14 +312,16 @@ class SegmentScan:
         read_bytes = read_all(segment.fd, [table], footer_offset - summary.table_bytes, preadv=self.disk.preadv)
         if read_bytes != len(table) or checksum(table) != summary.table_checksum:
             return None
-        entries = EntryTable.decode(table, summary.entry_count, self._stored_bytes_max, summary.end_offset)
+        entries = EntryTable.decode(
+            table, summary.entry_count, self._stored_bytes_max, summary.end_offset, has_tenants=bool(names)
+        )
         if entries is None:
             return None
         segment.end_offset = summary.end_offset
         segment.sequence = summary.sequence
         segment.table_checksum = summary.table_checksum
         if summary.epoch == self.epoch:
-            segment.table = entries
+            segment.table, segment.tenant_names = entries, names
         return summary
 
     def _read_page(self, segment: Segment, offset: int) -> memoryview | None:

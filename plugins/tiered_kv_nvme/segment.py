@@ -31,6 +31,7 @@ from tiered_kv_nvme.layout import (
     Summary,
     batch_header_bytes,
     checksum,
+    local_tenants,
     pages,
     summary_bytes,
 )
@@ -94,6 +95,10 @@ class Segment:
     reserved_blocks: int = field(init=False)  # blocks written or reserved in this use
     key_bytes: int = field(init=False)  # of these blocks' keys
     table_checksum: bytes = field(init=False)  # of the summary on the disk; empty: it may have none
+    held: dict[int, int] = field(init=False)  # with `limits`, bytes of its blocks by the tenant's number
+    protected: dict[int, int] = field(init=False)  # as `held`: what has to stay, since it was chosen to be reclaimed
+    tenant_names: Sequence[str] = ()  # as recovery found them: of the numbers in `table` from 1 on
+    entry_more_bytes: int = 0  # what an entry takes of the summary besides itself and its key
 
     def __post_init__(self) -> None:
         self.renew(self.generation)
@@ -108,6 +113,7 @@ class Segment:
         self.reserved_blocks = 0
         self.key_bytes = 0
         self.table_checksum = b""
+        self.held, self.protected = {}, {}
         self.alone_until_s = 0.0
 
     @property
@@ -137,11 +143,12 @@ class Segment:
 
     def _fits(self, demand: Demand, count: int) -> bool:
         """Return whether `count` blocks fit before the segment's summary, and before a place that refused a batch."""
-        key_bytes = self.key_bytes + demand.key_ends[count - 1]
+        blocks = self.reserved_blocks + count
+        key_bytes = self.key_bytes + demand.key_ends[count - 1] + blocks * self.entry_more_bytes
         end_offset = self.end_offset + demand.batch_bytes(count)
         if end_offset > (self.refused_offset or end_offset):
             return False
-        return end_offset + summary_bytes(self.reserved_blocks + count, key_bytes) <= self.segment_bytes
+        return end_offset + summary_bytes(blocks, key_bytes) <= self.segment_bytes
 
 
 def segment_bytes_min(stored_bytes: int, key_bytes: int, count: int) -> int:
@@ -238,21 +245,26 @@ class SegmentFiles:
             return False
         return True
 
-    def seal(self, segment: Segment) -> bool:
+    def seal(self, segment: Segment, tenant_names: Sequence[str] = ()) -> bool:
         """Flush the batches of a full segment and write its summary; return whether that succeeded.
 
         The flush comes first, so that the listed blocks can be loaded after a power failure.
-        A truncated file gets no summary: the write would extend the file, which would then look complete.
+        A truncated file gets no summary: the write would extend the file, which would then look complete. The summary
+        names the tenants of the blocks, if their names are given by number.
         """
         if segment.damaged:
             return False
         entries = segment.table  # a reset may replace it meanwhile
-        table_bytes = entries.table_bytes
+        numbers, names = local_tenants(entries, tenant_names)
+        table_bytes = entries.table_bytes(len(numbers))
+        if segment.end_offset + table_bytes + PAGE_BYTES > segment.segment_bytes:  # was filled without `limits`
+            numbers = names = b""
+            table_bytes = entries.table_bytes()
         if segment.end_offset + table_bytes + PAGE_BYTES > segment.segment_bytes:
             return False  # the file's header has a wrong, smaller size: a summary would overwrite payloads
         try:
             buffer = ThreadBuffer().take(table_bytes + PAGE_BYTES)
-            entries.encode(buffer[:table_bytes])
+            entries.encode(buffer[:table_bytes], numbers)
             table_checksum = checksum(buffer[:table_bytes])
             Summary(
                 table_bytes,
@@ -264,7 +276,7 @@ class SegmentFiles:
                 segment.end_offset,
                 segment.segment_bytes,
                 table_checksum,
-            ).encode(buffer[table_bytes:])
+            ).encode(buffer[table_bytes:], names)
             self.disk.datasync(segment.fd)
             write_all(segment.fd, [buffer], segment.segment_bytes - len(buffer), pwritev=self.disk.pwritev)
         except OSError as error:

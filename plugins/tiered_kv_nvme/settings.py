@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from pydantic import Field
 
+from tiered_kv.config.limits import Limits
 from tiered_kv.config.units import Bytes, Count, FilePath
 from tiered_kv.errors import ConfigError
 from tiered_kv.system.limits import Take
@@ -25,6 +26,9 @@ class NvmeSettings(DirectorySettings):
         default=None,
         description="Size of a segment file, a multiple of 4KiB. By default it is a 64th of the capacity, from 8MiB to "
         "256MiB, and larger for capacities from 128GiB on. Space is reclaimed a segment at a time.",
+    )
+    limits: Limits | None = Field(
+        default=None, description="The tenants' shares of the capacity, such as 25%; 'default' is for all others."
     )
     threads: Count = Field(default=8, ge=1, le=256, description="How many transfers run at once.")
     direct: bool = Field(

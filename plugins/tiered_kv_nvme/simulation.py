@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.limits import TenantLimits
 from tiered_kv.config.settings import TierSettings
 from tiered_kv.toolkit.codecs import RAW_ID
 from tiered_kv.toolkit.keys_only import KeyStore
@@ -21,6 +22,7 @@ from tiered_kv_nvme.reclaimer import survivors
 from tiered_kv_nvme.segment import Demand, Segment, SegmentState
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.sizing import Sizing
+from tiered_kv_nvme.tenants import SegmentShares
 from tiered_kv_nvme.tier import PART_BYTES
 from tiered_kv_nvme.worth import READ, Worth
 from tiered_kv_nvme.writer import BATCH_BLOCKS_MAX
@@ -36,7 +38,9 @@ class NvmeKeys(KeyStore):
         assert isinstance(settings, NvmeSettings)
         self._sizing = Sizing.of(settings.capacity, block_bytes, settings.segment, overhead_bytes=self.overhead_bytes)
         worth = Worth(settings.capacity // block_bytes, self._sizing.segments_max)
-        self._pool = SegmentPool(bytes(16), 0, worth)
+        limits = TenantLimits.of_entry(settings)
+        shares = None if limits is None else SegmentShares(limits, settings.capacity)
+        self._pool = SegmentPool(bytes(16), 0, worth, shares=shares)
         self._places = self._pool.index.places
         self._stored_bytes = block_bytes + self.overhead_bytes
         self._batch_blocks = max(1, min(BATCH_BLOCKS_MAX, PART_BYTES // block_bytes))
@@ -82,7 +86,7 @@ class NvmeKeys(KeyStore):
         keys, places = keys[:count], old_places[:count] if old_places is not None else None
         states = pool.worth.first_states(keys) if places is None else pool.moved_states(places)
         same = [0] * count, [self._stored_bytes] * count, [RAW_ID] * count, [bytes(CHECKSUM_BYTES)] * count
-        pool.commit(reservation, keys, encode_entries(keys, *same), states, places)
+        pool.commit(reservation, keys, encode_entries(keys, *same), states, places, self.tenant)
         self.written_blocks += count
         self.moved_blocks += 0 if places is None else count
         return count
@@ -99,7 +103,7 @@ class NvmeKeys(KeyStore):
                 segments = pool.reclaimable()
             if not segments:
                 return
-            self._reclaim(pool.worth.least(segments))
+            self._reclaim(pool.least(segments))
 
     def _reclaim(self, segment: Segment) -> None:
         pool, table = self._pool, segment.table
@@ -114,5 +118,7 @@ class NvmeKeys(KeyStore):
             ordinals, gone = pool.index.evict(segment, range(len(table)))
             pool.worth.remember_evicted(gone, np.array(table.states)[ordinals])
             self.evicted_blocks += len(gone)
+            if pool.shares is not None:
+                pool.shares.release(segment)
             segment.renew(pool.next_generation())
             pool.adopt(segment)

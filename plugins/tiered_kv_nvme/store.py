@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.limits import DEFAULT_TENANT, TenantLimits
 from tiered_kv.config.units import format_bytes, rounded_bytes
 from tiered_kv.cpu.key_table import KeyTable
 from tiered_kv.system.limits import Need, disk_need
@@ -41,6 +42,7 @@ from tiered_kv_nvme.recovery import recover
 from tiered_kv_nvme.saved_index import save_index
 from tiered_kv_nvme.segment import SegmentFiles, SegmentState
 from tiered_kv_nvme.sizing import SEGMENTS_MIN, Sizing
+from tiered_kv_nvme.tenants import SegmentShares
 from tiered_kv_nvme.worth import Worth
 from tiered_kv_nvme.writer import BatchWriter
 
@@ -68,6 +70,7 @@ class StoreOptions:
     private: bool = True  # refuse a directory that another user controls
     required_mount: str | None = None  # a mount point without which the directory is neither made nor opened
     wants_events: bool = False  # record `events`
+    limits: TenantLimits | None = None  # the tenants' shares, if they are given
     is_in_pages: bool = False  # whether all blocks to store, and all destinations of loads, begin on a page
 
 
@@ -117,7 +120,10 @@ class SegmentStore:
             sizing.descriptors_max,
         )
         worth = Worth(sizing.capacity_bytes // identity.block_bytes, sizing.segments_max)
-        self.pool = SegmentPool(identity.digest, self._epoch.value, worth, wants_events=options.wants_events)
+        shares = None if options.limits is None else SegmentShares(options.limits, sizing.capacity_bytes)
+        self.pool = SegmentPool(
+            identity.digest, self._epoch.value, worth, shares=shares, wants_events=options.wants_events
+        )
         self._used_saved_index = recover(self._files, self.pool, threads=options.threads)
         for segment in self.pool.segments.values():
             undo.callback(os.close, segment.fd)
@@ -150,11 +156,12 @@ class SegmentStore:
         blocks: Sequence[memoryview],
         epoch: int | None = None,
         deadline: float = math.inf,
+        tenant: str = DEFAULT_TENANT,
     ) -> Outcome:
         """Store blocks, except existing ones; see `BatchWriter.store`."""
         if self._old_indexes:  # the reset's background task may have got no thread
             self._reset_task.ask()
-        return self._writer.store(keys, blocks, self.pool.epoch if epoch is None else epoch, deadline)
+        return self._writer.store(keys, blocks, self.pool.epoch if epoch is None else epoch, deadline, tenant)
 
     def touch(self, keys: Collection[OffloadKey]) -> list[OffloadKey]:
         """Note that blocks are used, and return the keys that have no block. Takes no lock."""
@@ -231,6 +238,7 @@ class SegmentStore:
             "left_out_segments": left_out,
             "foreign_files": self._directory.foreign_files,
             **self.counters.snapshot(),
+            **({} if self.pool.shares is None else self.pool.shares.numbers()),
         }
 
     def describe(self) -> Mapping[str, object]:
@@ -317,7 +325,7 @@ class SegmentStore:
                 release.callback(os.close, segment.fd)
             for segment in idle:
                 is_due = segment.state is SegmentState.FULL and segment.epoch == self.pool.epoch
-                if is_due and self._files.seal(segment):
+                if is_due and self._files.seal(segment, self.pool.tenant_names):
                     segment.state = SegmentState.SEALED
         if len(idle) < len(segments):
             return False

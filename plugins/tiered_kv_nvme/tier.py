@@ -131,7 +131,7 @@ class NvmeTier(BlockingTier):
     # Worker threads.
 
     def store_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
-        return self._store.store(keys, blocks, self.part_epoch, self.part_deadline)
+        return self._store.store(keys, blocks, self.part_epoch, self.part_deadline, self.part_tenant)
 
     def load_blocks(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> Outcome:
         return self._store.load(keys, blocks, self.part_deadline)
@@ -163,6 +163,7 @@ def _open_store(spec: TierSpec, primary_kv_view: memoryview, settings: NvmeSetti
         private=settings.private,
         required_mount=settings.required_mount,
         wants_events=spec.wants_events,
+        limits=spec.limits,
         is_in_pages=spec.memory is None
         and block_bytes % PAGE_BYTES == 0
         and address_of(primary_kv_view) % PAGE_BYTES == 0,

@@ -164,6 +164,21 @@ class Worth:
         best: list[int] = ordinals[np.argsort(-worth[ordinals], kind="stable")].tolist()
         return best
 
+    @property
+    def tick(self) -> int:
+        """How often the time has advanced."""
+        return self._ticks
+
+    def ages(self, table: EntryTable) -> np.ndarray[Any, np.dtype[np.signedinteger[Any]]]:
+        """Return the ticks since the last use of each block."""
+        ages: np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
+        ages = self._now - (np.array(table.states) >> _TICK_SHIFT) & _TICKS - 1
+        return ages
+
+    def best_first(self, table: EntryTable) -> np.ndarray[Any, np.dtype[np.intp]]:
+        """Return the ordinals of all blocks, the best first, as of the last ranking."""
+        return np.argsort(-self._densities[self._cells([table])], kind="stable")
+
     def _counts(self, segments: Sequence[Segment]) -> Table:
         """Return the number of blocks of each segment (rows) in each cell (columns)."""
         cells, counts = self._densities.size, []

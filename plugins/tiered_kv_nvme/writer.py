@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.limits import DEFAULT_TENANT
 from tiered_kv.reasons import Reason
 from tiered_kv.system.file_systems import is_of_place, is_stuck
 from tiered_kv.system.step import give_way
@@ -79,8 +80,15 @@ class BatchWriter:
     def __post_init__(self) -> None:
         self._scratch = ThreadBuffer()
 
-    def store(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview], epoch: int, deadline: float) -> Outcome:
-        """Store blocks, except existing ones; return the keys that are stored now, and why others are not.
+    def store(
+        self,
+        keys: Sequence[OffloadKey],
+        blocks: Sequence[memoryview],
+        epoch: int,
+        deadline: float,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Outcome:
+        """Store blocks of a tenant, except existing ones; return the keys that are stored now, and why others are not.
 
         If the cache was reset since `epoch`, no block is stored. After the deadline no batch begins: the caller may
         have given the memory to other blocks.
@@ -98,7 +106,7 @@ class BatchWriter:
             if time.monotonic() >= deadline:
                 reason = Reason.EXPIRED
                 break
-            count, failure = self.write(batch_keys, payloads, epoch, deadline=deadline)
+            count, failure = self.write(batch_keys, payloads, epoch, deadline=deadline, tenant=tenant)
             stored.update(batch_keys[:count])
             if failure is not None:  # the next batch would probably fail too
                 reason = failure
@@ -132,6 +140,7 @@ class BatchWriter:
         epoch: int,
         old_places: Sequence[int] | None = None,
         deadline: float = math.inf,
+        tenant: str = DEFAULT_TENANT,
     ) -> tuple[int, Reason | None]:
         """Write one batch, or several at the end of a segment; return the number of blocks, and why others failed.
 
@@ -161,7 +170,9 @@ class BatchWriter:
                 return done, Reason.NO_SPACE
             end = done + reservation.header.entry_count
             places = old_places[done:end] if old_places is not None else None
-            failure, is_bad_place = self._write_batch(reservation, keys[done:end], payloads.part(done, end), places)
+            failure, is_bad_place = self._write_batch(
+                reservation, keys[done:end], payloads.part(done, end), places, tenant
+            )
             if failure is None:
                 done, refusals = end, 0
             elif is_bad_place and old_places is None and refusals < PLACES_MAX - 1:
@@ -176,6 +187,7 @@ class BatchWriter:
         keys: Sequence[OffloadKey],
         payloads: Payloads,
         old_places: Sequence[int] | None,
+        tenant: str,
     ) -> tuple[Reason | None, bool]:
         """Write a batch and add its blocks to the index; return why that failed, and whether its place is bad."""
         segment, header = reservation.segment, reservation.header
@@ -198,7 +210,8 @@ class BatchWriter:
                 raise
             return failure_reason(error), is_bad_place
         self.counters.add("stored_batches_total")
-        return None if self.pool.commit(reservation, keys, entries, states, old_places) else Reason.RESET, False
+        is_valid = self.pool.commit(reservation, keys, entries, states, old_places, tenant)
+        return None if is_valid else Reason.RESET, False
 
     def _give_up(self, reservation: Reservation, error: BaseException, *, is_noted: bool) -> bool:
         """End a reservation after its batch could not be written; return whether the disk takes writes elsewhere.

@@ -305,7 +305,7 @@ class TestMistakes:
     def test_a_mistake_in_a_tier_is_reported_the_same_way(self, settings: dict[str, object], message: str) -> None:
         assert message in error_of(vault(**settings))
 
-    @pytest.mark.parametrize("tier", sorted(BUILT_IN_TIERS.keys() - {"memory"}))
+    @pytest.mark.parametrize("tier", sorted(BUILT_IN_TIERS.keys() - {"memory", "nvme"}))
     def test_a_tier_whose_blocks_belong_to_no_tenant_refuses_limits_by_name(self, tier: str) -> None:
         entry = {"type": tier, **BUILT_IN_TIERS[tier], "limits": {"a": "10%"}}
         message = error_of({**MINIMAL, "secondary": [{**entry, "path": "kv"} if tier in IN_DIRECTORIES else entry]})

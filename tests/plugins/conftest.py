@@ -18,6 +18,7 @@ from tests.support.faulty import Gate
 from tests.support.patient_nvme import waiting_until_closed
 from tests.support.redis_servers import PATIENT, RedisServer
 from tiered_kv.base import OffloadKey
+from tiered_kv.config.limits import DEFAULT_TENANT
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import TierRig, block_content, make_keys
 from tiered_kv.toolkit.claimed import Identity
@@ -81,11 +82,13 @@ class StoreBench:
         """Continue on a copy of the directory, before any store is closed."""
         self.path = shutil.copytree(self.path, self.path.with_name("crashed"))
 
-    def put(self, store: SegmentStore, keys: Sequence[OffloadKey], epoch: int | None = None) -> Outcome:
+    def put(
+        self, store: SegmentStore, keys: Sequence[OffloadKey], epoch: int | None = None, tenant: str = DEFAULT_TENANT
+    ) -> Outcome:
         blocks = self.memory(len(keys))
         for key, block in zip(keys, blocks, strict=True):
             block[:] = block_content(key, self.block_bytes)
-        return store.store(keys, blocks, epoch)
+        return store.store(keys, blocks, epoch, tenant=tenant)
 
     def get(self, store: SegmentStore, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
         """Load blocks, check the bytes of those that were loaded, and return their keys."""
