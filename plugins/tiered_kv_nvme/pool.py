@@ -19,8 +19,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 from tiered_kv.base import OffloadKey
 from tiered_kv.config.limits import DEFAULT_TENANT
 from tiered_kv.reasons import Reason
@@ -28,7 +26,7 @@ from tiered_kv.toolkit.event_log import EventLog
 from tiered_kv_nvme.index import BlockIndex, ordinal_of, place_of, slot_of
 from tiered_kv_nvme.layout import TENANT_NUMBER_BYTES, BatchHeader, EntryTable, batch_header_bytes
 from tiered_kv_nvme.segment import LEFT_OUT_S, Demand, Segment, SegmentState
-from tiered_kv_nvme.tenants import PROTECTED_SHARE_MAX, SegmentShares
+from tiered_kv_nvme.tenants import SegmentShares
 from tiered_kv_nvme.worth import READ, Worth
 
 LEFT_OUT_S_MIN = 5.0
@@ -363,33 +361,10 @@ class SegmentPool:
         return () if self.shares is None else self.shares.names
 
     def least(self, segments: Sequence[Segment]) -> Segment:
-        """Return the segment to reclaim: the one whose loss costs least, of those that tenants' shares allow.
-
-        The reclaimer's thread. Sets `protected` of the segment.
-        """
+        """Return the segment to reclaim: the one whose loss costs least, of those that tenants' shares allow."""
         if self.shares is None:
             return self.worth.least(segments)
-        ages = self.shares.ages(segments, self.worth)
-        with self.changed:
-            protected = self.shares.protected(segments, ages)
-        parts = [sum(kept.values()) / each.segment_bytes for kept, each in zip(protected, segments, strict=True)]
-        fit = [each for part, each in zip(parts, segments, strict=True) if part <= PROTECTED_SHARE_MAX]
-        segment = self.worth.least(fit or [segments[parts.index(min(parts))]])
-        segment.protected = protected[segments.index(segment)]
-        return segment
-
-    def protected(self, segment: Segment) -> list[int]:
-        """Return the blocks of a segment that tenants' shares protect: of each tenant the best ones."""
-        if not any(segment.protected.values()):
-            return []
-        table, chosen = segment.table, list[int]()
-        order, sizes = self.worth.best_first(table), table.stored_bytes(slice(None))
-        tenants = np.array(table.tenants)[order]
-        for number, kept_bytes in segment.protected.items():
-            own = order[tenants == number]
-            before_bytes = np.cumsum(sizes[own], dtype=np.int64) - sizes[own]
-            chosen += own[before_bytes < kept_bytes].tolist()
-        return chosen
+        return self.shares.least(segments, self.worth, self.changed)
 
     def release(self, segment: Segment) -> None:
         """Count the blocks of an emptied segment for no tenant any more."""

@@ -33,7 +33,7 @@ from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool
 from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.reader import BlockReader, neighbours
 from tiered_kv_nvme.segment import NoSegment, Segment, SegmentFiles, SegmentState, Unlinked
-from tiered_kv_nvme.tenants import MOVED_SHARE_MAX
+from tiered_kv_nvme.tenants import MOVED_SHARE_MAX, protected_blocks
 from tiered_kv_nvme.worth import READ, RELOCATED_SHARE_MAX
 from tiered_kv_nvme.writer import BatchWriter, Payloads
 
@@ -331,7 +331,7 @@ def _as_stored(moving: Sequence[tuple[memoryview, SegmentEntry]]) -> Payloads:
 def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
     """Yield the ordinals of the blocks to move when a segment is reclaimed, neighbours together."""
     table = segment.table
-    chosen = _within(pool, segment, pool.protected(segment), int(segment.segment_bytes * MOVED_SHARE_MAX))
+    chosen = _within(pool, segment, protected_blocks(segment, pool.worth), int(segment.segment_bytes * MOVED_SHARE_MAX))
     best, budget_bytes = pool.worth.movable(table), int(segment.segment_bytes * RELOCATED_SHARE_MAX)
     if chosen:
         is_chosen = set(chosen)

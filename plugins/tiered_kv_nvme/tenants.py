@@ -16,6 +16,7 @@ nobody if no summary says whose they are: those of segments that were being fill
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -119,7 +120,18 @@ class SegmentShares:
 
     # The reclaimer's thread.
 
-    def ages(self, segments: Sequence[Segment], worth: Worth) -> list[Mapping[int, float]]:
+    def least(self, segments: Sequence[Segment], worth: Worth, changed: threading.Condition) -> Segment:
+        """Return the segment to reclaim, whose `protected` is set: see above. `changed` is the pool's lock."""
+        ages = self._ages_of(segments, worth)
+        with changed:
+            protected = self._protected(segments, ages)
+        parts = [sum(kept.values()) / each.segment_bytes for kept, each in zip(protected, segments, strict=True)]
+        fit = [each for part, each in zip(parts, segments, strict=True) if part <= PROTECTED_SHARE_MAX]
+        segment = worth.least(fit or [segments[parts.index(min(parts))]])
+        segment.protected = protected[segments.index(segment)]
+        return segment
+
+    def _ages_of(self, segments: Sequence[Segment], worth: Worth) -> list[Mapping[int, float]]:
         """Return the mean age of each tenant's blocks in segments that nobody fills: the ticks since their last uses.
 
         They are counted once in a tick.
@@ -130,7 +142,7 @@ class SegmentShares:
             self._ages[use] = known[use] if use in known else _mean_ages(segment.table, worth)
         return list(self._ages.values())
 
-    def protected(self, segments: Sequence[Segment], ages: Sequence[Mapping[int, float]]) -> list[dict[int, int]]:
+    def _protected(self, segments: Sequence[Segment], ages: Sequence[Mapping[int, float]]) -> list[dict[int, int]]:
         """Locked. Return how many bytes of each tenant have to stay in each segment, if it is reclaimed.
 
         None have if those that hold more than their shares have too little to lose: then no tenant's share counts.
@@ -157,6 +169,20 @@ class SegmentShares:
                 old_bytes -= kept[at][number]
                 kept[at][number] -= min(kept[at][number], lost_bytes)
         return kept
+
+
+def protected_blocks(segment: Segment, worth: Worth) -> list[int]:
+    """Return the blocks that make up the protected part of a segment: of each tenant the best ones."""
+    if not any(segment.protected.values()):
+        return []
+    table, chosen = segment.table, list[int]()
+    order, sizes = worth.best_first(table), table.stored_bytes(slice(None))
+    tenants = np.array(table.tenants)[order]
+    for number, kept_bytes in segment.protected.items():
+        own = order[tenants == number]
+        before_bytes = np.cumsum(sizes[own], dtype=np.int64) - sizes[own]
+        chosen += own[before_bytes < kept_bytes].tolist()
+    return chosen
 
 
 def _mean_ages(table: EntryTable, worth: Worth) -> Mapping[int, float]:

@@ -1,11 +1,11 @@
 """What a quiet tenant finds beside one that floods the memory at ten times its requests: a line of JSON each.
 
-    python tests/performance/fair_shares.py --policies lru arc density memory --blocks 4000 --share 25
+    python tests/performance/fair_shares.py --policies lru arc density memory nvme --blocks 4000 --share 25
 
-For each policy of the primary tier, and for a memory tier below a small primary tier: the quiet tenant's share of hits
-in a tier that has only its share, in the whole tier with `limits`, and in the whole tier without; and the flooding
-tenant's, with `limits` and without. The requests are simulated, one after the other, so the figures do not depend on
-the machine.
+For each policy of the primary tier, and for a memory and an nvme tier below a small primary tier: the quiet tenant's
+share of hits in a tier that has only its share, in the whole tier with `limits`, and in the whole tier without; and the
+flooding tenant's, with `limits` and without. The requests are simulated, one after the other, so the figures do not
+depend on the machine.
 """
 
 from __future__ import annotations
@@ -15,15 +15,26 @@ import json
 from functools import partial
 
 from tests.performance.bench import command_line
-from tests.support.shares import FLOODING, QUIET, flood, flooded, found_below, found_by_tenant, quiet_requests
+from tests.support.shares import (
+    FLOODING,
+    QUIET,
+    flood,
+    flooded,
+    found_below,
+    found_by_tenant,
+    memory_of,
+    nvme_of,
+    quiet_requests,
+)
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 
-MEMORY_TIER = "memory"
+TIERS = {"memory": memory_of, "nvme": nvme_of}
 
 
 def measure(policy: str, blocks: int, share: int, times: int, chats: int, *, is_chatting: bool) -> dict[str, float]:
     """Return the hit rates of both tenants, where the quiet one has `share` percent of `blocks`."""
-    found = found_below if policy == MEMORY_TIER else partial(found_by_tenant, policy=policy)
+    tier_of = TIERS.get(policy)
+    found = partial(found_by_tenant, policy=policy) if tier_of is None else partial(found_below, tier_of=tier_of)
     quiet = quiet_requests(chats, active_chats=max(4, chats // 8))
     limits = {QUIET: f"{share}%", "default": f"{100 - share}%"}
 
@@ -46,7 +57,7 @@ def measure(policy: str, blocks: int, share: int, times: int, chats: int, *, is_
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--policies", nargs="+", default=[*BUILT_IN_POLICIES, MEMORY_TIER])
+    parser.add_argument("--policies", nargs="+", default=[*BUILT_IN_POLICIES, *TIERS])
     parser.add_argument("--floods", nargs="+", default=["new", "chats"], choices=["new", "chats"])
     parser.add_argument("--blocks", type=int, default=4000)
     parser.add_argument("--share", type=int, default=25)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tests.support.stacks import stack_of
 from tiered_kv.base import ReqContext, make_offload_key
@@ -17,7 +17,9 @@ from tiered_kv.tiering.manager import TieringOffloadingManager
 from tiered_kv.toolkit.record import HEADER_BYTES
 from tiered_kv.workload.request import ChatWorkload, Request
 from tiered_kv.workload.simulation import Server
+from tiered_kv_nvme.directory import DIRECTORY_RESERVE_BYTES, SEGMENT_RESERVE_BYTES
 
+BLOCK_BYTES = 4096  # in the tiers below a primary tier
 QUIET, FLOODING = "quiet", "flooding"
 Asked = tuple[str, tuple[int, ...]]
 """A tenant, and the blocks of its prompt."""
@@ -70,13 +72,29 @@ def found_by_tenant(
     return blocks, hits
 
 
+def memory_of(num_blocks: int) -> dict[str, object]:
+    """Return the entry of a memory tier of so many blocks."""
+    return {"type": "memory", "capacity": num_blocks * (BLOCK_BYTES + HEADER_BYTES)}
+
+
+def nvme_of(num_blocks: int, *, segment_blocks: int = 16) -> dict[str, object]:
+    """Return the entry of an nvme tier of so many blocks, where a batch's header takes a block's room."""
+    segment_bytes = (segment_blocks + 4) * BLOCK_BYTES
+    capacity = num_blocks // segment_blocks * (segment_bytes + SEGMENT_RESERVE_BYTES) + DIRECTORY_RESERVE_BYTES
+    return {"type": "nvme", "path": "/unused", "segment": segment_bytes, "capacity": capacity}
+
+
 def found_below(
-    asked: Iterable[Asked], num_blocks: int, limits: Mapping[str, str] | None, *, primary_blocks: int = 160
+    asked: Iterable[Asked],
+    num_blocks: int,
+    limits: Mapping[str, str] | None,
+    *,
+    tier_of: Callable[[int], dict[str, object]] = memory_of,
+    primary_blocks: int = 160,
 ) -> tuple[Counter[str], Counter[str]]:
-    """As `found_by_tenant`, for a memory tier with these limits below a small primary tier without."""
-    block_bytes = 64
-    entry = {"type": "memory", "capacity": num_blocks * (block_bytes + HEADER_BYTES), "store_budget": "1GiB"}
-    config = stack_of(entry if limits is None else {**entry, "limits": limits}, blocks=primary_blocks, block_bytes=64)
+    """As `found_by_tenant`, for a tier with these limits below a small primary tier without."""
+    entry = {**tier_of(num_blocks), "store_budget": "1GiB", **({} if limits is None else {"limits": limits})}
+    config = stack_of(entry, blocks=primary_blocks, block_bytes=BLOCK_BYTES)
     replay = Server(load_config(config), {}, lambda: 0.0).replay
     blocks, hits = Counter[str](), Counter[str]()
     for tenant, ids in asked:

@@ -156,7 +156,7 @@ class TierSettings(StrictModel):
             "more. A tier of your own can compute names: see examples/keyed_names.py",
         ),
         "limits": "the blocks of this tier belong to no tenant: the primary tier has shares, by 'limits' at the top of "
-        "the file, and so have memory and nvme tiers. Here give each tenant storage of its own: a stack with another directory, "
+        "the file, and so have some types of tiers. Here give each tenant storage of its own: a stack with another directory, "
         "prefix, bucket or database",
     }
 

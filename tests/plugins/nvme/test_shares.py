@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from tests.support import shares
 from tests.support.segment_entries import entries_of
 from tests.support.stacks import manager_of, stack_of
+from tiered_kv.base import make_offload_key
 from tiered_kv.config.limits import TenantLimits
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
@@ -122,6 +125,38 @@ def test_a_tenant_at_its_share_loses_its_oldest_blocks_and_keeps_its_new_ones() 
     assert sum(found[:30]) < 40
     assert sum(found[-14:]) > 120
     assert 0.95 < sum(found) / (sum(here(keys, "flooding", range(600))) + sum(found)) / 0.25 < 1.05
+
+
+def hit_rate(keys: NvmeKeys, asked: Iterable[tuple[str, tuple[int, ...]]]) -> float:
+    """Return which part of its blocks the quiet tenant finds in the tier."""
+    blocks = hits = 0
+    for tenant, ids in asked:
+        prompt = [make_offload_key(each.to_bytes(8, "big"), 0) for each in ids]
+        found = next((at for at, key in enumerate(prompt) if not keys.has(key)), len(prompt))
+        keys.load(prompt[:found])
+        keys.tenant = tenant
+        keys.store(prompt[found:])
+        if tenant == shares.QUIET:
+            blocks, hits = blocks + len(prompt), hits + found
+    return hits / blocks
+
+
+@pytest.mark.parametrize(
+    ("blocks", "chats", "is_chatting"), [(640, 6, True), pytest.param(1280, 8, False, marks=pytest.mark.slow)]
+)
+def test_beside_a_flood_a_tenant_keeps_the_hits_of_its_share_alone(blocks: int, chats: int, is_chatting: bool) -> None:
+    quiet = shares.quiet_requests(chats, active_chats=chats * 2 // 3)
+
+    def rate(blocks: int, asked: Iterable[tuple[str, tuple[int, ...]]], **limits: object) -> float:
+        settings = NvmeSettings.model_validate({**shares.nvme_of(blocks), **limits})
+        return hit_rate(NvmeKeys(settings, shares.BLOCK_BYTES, lambda: 0.0), asked)
+
+    def beside() -> Iterable[tuple[str, tuple[int, ...]]]:
+        return shares.flooded(quiet, shares.flood(10 * len(quiet), is_chatting=is_chatting), 10)
+
+    alone = rate(blocks // 4, ((shares.QUIET, ids) for ids in quiet))
+    assert rate(blocks, beside(), limits=SHARES) >= 0.95 * alone
+    assert rate(blocks, beside()) < 0.95 * alone
 
 
 def test_tenants_that_store_alike_have_alike_and_move_little() -> None:
