@@ -156,8 +156,8 @@ class TierSettings(StrictModel):
             "more. A tier of your own can compute names: see examples/keyed_names.py",
         ),
         "limits": "the blocks of this tier belong to no tenant: the primary tier has shares, by 'limits' at the top of "
-        "the file, and so have some types of tiers. Here give each tenant storage of its own: a stack with another directory, "
-        "prefix, bucket or database",
+        "the file, and so have some types of tiers. Here give each tenant storage of its own: a stack with another "
+        "directory, prefix, bucket or database",
     }
 
     type: str = Field(min_length=1, description="The tier's type, as `tiered-kv plugins` lists it.")
