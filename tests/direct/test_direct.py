@@ -409,7 +409,9 @@ def test_an_expired_load_is_reported_only_when_its_worker_has_ended(pool: Any, r
     register("late", lambda inner: loads_late(holding(inner), gate))
     register("other", holding)
     gate.close()
-    with open_direct(pool, {"type": "late", "job_timeout": "50 ms"}, {"type": "other", **PATIENT}) as tiers:
+    # Time enough for a worker to begin: a job that begins after its deadline fails at once, and does not expire.
+    late = {**PATIENT, "type": "late", "job_timeout": "500 ms"}
+    with open_direct(pool, late, {"type": "other", **PATIENT}) as tiers:
         tiers.load(key, [BLOCK_BYTES], reports.append)
         wait_until(lambda: tiers.counters()["late"]["expired_jobs_total"] > 0, WAIT_S)
         assert tiers.wait("contains", key) == [True], "other calls are served"
