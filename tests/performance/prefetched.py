@@ -128,7 +128,7 @@ def run(variant: str, prompts: int, step_s: float, *, computes: bool) -> tuple[f
             engine.orders.extend((begin_s + at * EVERY_S / USELESS, PROMPTS + at % PROMPTS) for at in range(count))
         engine.steps, engine.processor_s = 0, 0.0
         waits = [engine.first_token(*arrival) for arrival in arrivals]
-        outcomes, processor_s = dict(engine.manager.orders.outcomes), engine.processor_s / engine.steps
+        outcomes, processor_s = dict(engine.manager.orders.budget.outcomes), engine.processor_s / engine.steps
         return statistics.mean(waits), outcomes, processor_s
 
 

@@ -75,6 +75,9 @@ WARMED: Final = Metric(
 )
 PRIMARY: Final = table(
     PREFETCHED,
+    Metric(
+        "prefetch_budget_bytes", "Bytes of blocks that prefetch orders may load now: less while few of them are used."
+    ),
     WARMED,
     Metric("used_blocks", "Blocks in the primary tier."),
     Metric("used_bytes", "Bytes of the blocks in the primary tier."),

@@ -362,6 +362,7 @@ class EngineCalls(CacheManager):
             **self._requests.snapshot(),
             **self.shown_cost.snapshot(),
             "promotion_blocks": self._promotions.blocks_taken,
+            "prefetch_budget_bytes": self.orders.budget.blocks_max * self.primary.backend.region.block_bytes,
             "released_holds_total": self._promotions.released_holds,
             "huge_page_bytes": self.primary.backend.region.huge_bytes,
         }

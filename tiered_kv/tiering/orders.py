@@ -21,7 +21,7 @@ request lacks it. They evict no block that a request has used since they were ta
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from typing import Final
 
@@ -35,6 +35,7 @@ from tiered_kv.system.step import STEP
 from tiered_kv.tiering.guarded import GuardedTier
 from tiered_kv.tiering.order import Phase, PrefetchOrder
 from tiered_kv.tiering.pace import EngineCost
+from tiered_kv.tiering.prefetch_budget import PrefetchBudget
 from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
 from tiered_kv.tiering.search import Search
@@ -71,7 +72,7 @@ class PrefetchOrders:
         wake: Called, on any thread, when the manager's thread has something to do.
         exist: Whether there is an order, or one to take. An attribute, since each step and each load reads it.
         has_work: Whether the next step may do more than to wait: for a job's end, for room, or for the end of orders.
-        outcomes: The metric `prefetched_blocks_total`.
+        budget: The blocks that orders load, and the metric `prefetched_blocks_total`.
         warmed: The metric `warmed_blocks_total`.
     """
 
@@ -86,13 +87,14 @@ class PrefetchOrders:
     ) -> None:
         self.wake: Callable[[], None] = lambda: None
         self.exist = self.has_work = False
-        self.outcomes = dict.fromkeys(("used", "unused", "refused"), 0)
         self.warmed = dict.fromkeys(("loaded", "present", "absent", "refused"), 0)
         self._rows, self._promotions, self._search, self._requests = rows, promotions, search, requests
         self._blocks_max, self._end_request = blocks_max, end_request
+        self.budget = PrefetchBudget(blocks_max)
         self._inbox: deque[PrefetchOrder | str] = deque()  # any thread appends: an order, or the name of one to end
         self._orders: dict[PrefetchOrder, RequestState] = {}
         self._by_name: dict[str, PrefetchOrder] = {}
+        self._queued: dict[PrefetchOrder, None] = {}  # not begun: others wait for room
         self._asking: deque[PrefetchOrder] = deque()  # with blocks to look up; each has a turn
         self._found: dict[GuardedTier, dict[PrefetchOrder, deque[OffloadKey]]] = {}
         """The blocks of each order that a tier has, and that wait to be loaded; none is empty."""
@@ -105,8 +107,6 @@ class PrefetchOrders:
         self._check_s = 0.0  # when the ends of orders are looked for
         self._held: dict[OffloadKey, list[PrefetchOrder]] = {}
         """The orders that hold each block, the oldest block first."""
-        self._begun: set[OffloadKey] = set()  # blocks whose loads orders have begun, and that have not ended
-        self._loaded: set[OffloadKey] = set()  # held blocks that were loaded for orders
         self._is_loading = False  # whether an order takes a row now: no other order gives way to it
         self._cost = EngineCost()  # infinite: a load is worth its wait, since nobody waits for it
         promotions.give_way = rows.give_way = self._give_way
@@ -127,7 +127,7 @@ class PrefetchOrders:
 
     def families(self) -> list[Family]:
         """Return the counts of blocks by their outcomes."""
-        counted = {PREFETCHED: self.outcomes, WARMED: self.warmed}
+        counted = {PREFETCHED: self.budget.outcomes, WARMED: self.warmed}
         return [
             by_label(metric, {outcome: count for outcome, count in counts.items() if count})
             for metric, counts in counted.items()
@@ -143,7 +143,7 @@ class PrefetchOrders:
         if now_s >= self._check_s:
             self._check_s = now_s + CHECK_S
             for order in [each for each in self._orders if each.until_s <= now_s]:
-                self._end(order)
+                self._end(order, is_in_vain=True)
         for order in list(self._loading):
             self._note_loads(order, self._orders[order])
         self._ask_some()
@@ -159,7 +159,8 @@ class PrefetchOrders:
     def use(self, keys: Collection[OffloadKey]) -> None:
         """Note that a request loads blocks. The caller has pinned them."""
         for key in self._held.keys() & keys:
-            self._release(key, Phase.USED, "used")
+            self._release(key, Phase.USED)
+            self.budget.use(key)
 
     def clear(self) -> None:
         """End all orders, before the cache is reset."""
@@ -177,20 +178,22 @@ class PrefetchOrders:
             state.cost, state.loads.order = self._cost, given
             if given.chain is not None:
                 self._filling[given] = None
+                self._asking.append(given)
             else:
+                self._queued[given] = None
                 self._rows.recent = self._rows.recent or RecentUses()
                 given.uses_before = self._rows.recent.number
             given.asked.extend(given.keys)
-            self._asking.append(given)
             self._orders[given] = state
             self._by_name[given.name] = given
 
-    def _end(self, order: PrefetchOrder) -> None:
+    def _end(self, order: PrefetchOrder, *, is_in_vain: bool = False) -> None:
+        """End an order; `is_in_vain` if no request has come for what it still holds."""
         state = self._orders.pop(order)
         del self._by_name[order.name]
         order.is_ended = True
         if order.chain is None:
-            self._let_go(order)
+            self._let_go(order, is_in_vain=is_in_vain)
         else:
             self._filling.pop(order, None)
             counts = order.counts()
@@ -198,11 +201,11 @@ class PrefetchOrders:
             self.warmed["present"] += counts["used"]
             self.warmed["absent"] += counts["absent"] + counts["coming"]
             self.warmed["refused"] += counts["refused"]
-        for key in order.loading & self._begun:  # its load ends, and no order holds the block
-            self._begun.discard(key)
-            self.outcomes["unused"] += 1
+        for key in order.loading:  # its load ends, and no order holds the block
+            self.budget.let_go(key, is_in_vain=is_in_vain)
         self._loading_blocks -= len(order.loading)
         self._loading.pop(order, None)
+        self._queued.pop(order, None)
         for waiting in self._found.values():
             waiting.pop(order, None)
         order.loading.clear()
@@ -213,44 +216,45 @@ class PrefetchOrders:
             self._rows.recent = None
         order.on_ended()
 
-    def _let_go(self, order: PrefetchOrder) -> None:
+    def _let_go(self, order: PrefetchOrder, *, is_in_vain: bool) -> None:
         """Hold no block for an order that ends."""
         for key in [key for key, phase in order.phases.items() if phase is Phase.IN_MEMORY]:
             holders = self._held[key]
             holders.remove(order)
             if not holders:
                 del self._held[key]
-                self._count(key, "unused")
+                self.budget.let_go(key, is_in_vain=is_in_vain)
 
-    def _release(self, key: OffloadKey, phase: Phase, outcome: str) -> None:
+    def _release(self, key: OffloadKey, phase: Phase) -> None:
         """Hold a block no longer, for all orders."""
         for order in self._held.pop(key):
             order.phases[key] = phase
             self._promotions.release(self._orders[order], (key,))
-        self._count(key, outcome)
-
-    def _count(self, key: OffloadKey, outcome: str) -> None:
-        """Count the outcome of a block that no order holds any more, if it was loaded for one."""
-        if key in self._loaded:
-            self._loaded.discard(key)
-            self.outcomes[outcome] += 1
 
     def _ask_some(self) -> None:
+        # While requests use few of the loaded blocks, one order at a time is looked up, the newest first: it has most
+        # of its time left. Those that end before have cost nothing.
+        is_small = self.budget.is_small
+        while self._queued and not (is_small and (self._asking or self._found)):
+            order = next(reversed(self._queued) if is_small else iter(self._queued))
+            del self._queued[order]
+            self._asking.append(order)
         for _ in range(TURNS_A_STEP):
-            order = self._asking.popleft() if self._asking else None
-            if order is not None and not order.is_ended:
-                self._ask(order, self._orders[order])
-                if order.asked:
-                    self._asking.append(order)
+            asking = self._asking.popleft() if self._asking else None
+            if asking is not None and not asking.is_ended:
+                self._ask(asking, self._orders[asking])
+                if asking.asked:
+                    self._asking.append(asking)
 
     def _ask(self, order: PrefetchOrder, state: RequestState) -> None:
         """Look up the next blocks of an order."""
         keys = [order.asked.popleft() for _ in range(min(KEYS_A_TURN, len(order.asked)))]
+        present: dict[OffloadKey, int] = {}
         with self._search.ahead(state):
             for key in keys:
                 row = self._rows.index.get(key)
                 if row is not None and row >= 0:
-                    self._keep(key, row, order, state)
+                    present[key] = row
                     continue
                 answer = self._search.below(key, row, state.req_context)
                 if answer is False:
@@ -262,6 +266,8 @@ class PrefetchOrders:
         for key, guarded in order.found.items():
             self._found.setdefault(guarded, {}).setdefault(order, deque()).append(key)
         order.found.clear()
+        if present:
+            self._keep(present, order, state)
 
     def _ask_again(self, order: PrefetchOrder, keys: Iterable[OffloadKey]) -> None:
         """Look up blocks of an order once more."""
@@ -274,14 +280,16 @@ class PrefetchOrders:
         self._loading[order] = None
         self._loading_blocks += 1
 
-    def _keep(self, key: OffloadKey, row: int, order: PrefetchOrder, state: RequestState) -> None:
-        """Hold a block that is in memory already."""
-        if order.chain is not None:
-            order.phases[key] = Phase.USED  # by a request, before it was loaded
-            return
-        if self._room() > 0:
-            self._promotions.keep(key, row, state)
-        self._note_held(key, order, state)
+    def _keep(self, present: Mapping[OffloadKey, int], order: PrefetchOrder, state: RequestState) -> None:
+        """Hold blocks that are in memory already, in these rows, unless the request that the order is for has come."""
+        used = () if self._rows.recent is None else set(self._rows.recent.since(order.uses_before) or ())
+        for key, row in present.items():
+            if order.chain is not None or (row in used and key not in self._held):
+                order.phases[key] = Phase.USED  # before it was loaded or held
+                continue
+            if self._room() > 0:
+                self._promotions.keep(key, row, state)
+            self._note_held(key, order, state)
 
     def _note_held(self, key: OffloadKey, order: PrefetchOrder, state: RequestState) -> None:
         is_held = key in state.loads.held
@@ -296,7 +304,7 @@ class PrefetchOrders:
             order.loading.discard(key)
             self._loading_blocks -= 1
             if key not in state.loads.held:  # another tier may have it: the one that failed is asked no more
-                self._begun.discard(key)
+                self.budget.fail(key)
                 self._ask_again(order, (key,))
                 continue
             if order.chain is not None:
@@ -304,9 +312,7 @@ class PrefetchOrders:
                 order.phases[key] = Phase.IN_MEMORY
                 continue
             self._note_held(key, order, state)
-            if key in self._begun:
-                self._begun.discard(key)
-                self._loaded.add(key)
+            self.budget.arrive(key)
         if not order.loading:
             del self._loading[order]
 
@@ -318,18 +324,18 @@ class PrefetchOrders:
         chains: dict[PrefetchOrder, OldChain] = {}  # of this step's part only: an order may be long
         for guarded, waiting in list(self._found.items()):
             if guarded.is_out:  # since it has answered: another tier may have the blocks
-                for order, keys in waiting.items():
-                    self._ask_again(order, keys)
+                for each, keys in waiting.items():
+                    self._ask_again(each, keys)
                 del self._found[guarded]
                 continue
             blocks = 0 if guarded.loads.will_grow else self._job_blocks(guarded)
             while waiting and blocks > 0:
                 if self._room() <= 0 or self._promotions.is_full:
                     return False
-                if guarded.load_room() <= 0:
+                order = self._next_of(waiting)
+                if order is None or guarded.load_room() <= 0:
                     has_room = False
                     break
-                order = next((each for each in waiting if each.chain is None), None) or next(iter(waiting))
                 keys, has_free = waiting[order], self._rows.backend.get_num_free_blocks() > 0
                 if order.chain is not None and not has_free and self._rows.backend.is_growing:
                     break
@@ -350,6 +356,14 @@ class PrefetchOrders:
                 del self._found[guarded]
         return has_room
 
+    def _next_of(self, waiting: Collection[PrefetchOrder]) -> PrefetchOrder | None:
+        """Return the order whose block is loaded next: one that fills memory comes last, and takes no budget."""
+        if not self.budget.is_full:
+            order = next((each for each in waiting if each.chain is None), None)
+            if order is not None:
+                return order
+        return next((each for each in waiting if each.chain is not None), None)
+
     def _begin(
         self, key: OffloadKey, guarded: GuardedTier, order: PrefetchOrder, state: RequestState, *, may_begin: bool
     ) -> None:
@@ -360,10 +374,11 @@ class PrefetchOrders:
         if key in state.loads.promoting:
             self._begin_load(key, order)
             if order.chain is None:
-                self._begun.add(key)
+                self.budget.begin(key)
         else:
             order.phases[key] = Phase.REFUSED
-            self.outcomes["refused"] += order.chain is None
+            if order.chain is None:
+                self.budget.refuse()
 
     def _job_blocks(self, guarded: GuardedTier) -> int:
         """Return the size of the next job of a tier that has no load in flight."""
@@ -384,5 +399,6 @@ class PrefetchOrders:
             return False
         keys = list(islice(self._held, blocks))
         for key in keys:
-            self._release(key, Phase.REFUSED, "unused")
+            self._release(key, Phase.REFUSED)
+            self.budget.let_go(key, is_in_vain=True)
         return bool(keys)

@@ -1,0 +1,93 @@
+"""The blocks that prefetch orders load, what became of each, and how many more they may load.
+
+`PrefetchOrders` (`tiering/orders.py`) owns it, on the manager's thread; other threads read `outcomes` and
+`blocks_max`. A load that no request uses takes time of a disk and a processor from requests. So orders may load fewer
+blocks while few of the loaded ones are used. What must stay true: while a quarter or more are used, orders may load
+all that the setting `prefetch_budget` allows; and always some, which show when requests use them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from tiered_kv.base import OffloadKey
+
+UNUSED_COST: Final = 1 / 3
+"""What the budget loses by an unused block, in blocks; by a used one it gets one back. So it falls by a third each time
+that all loaded blocks go unused, and doubles each time that all are used."""
+LEAST_SHARE: Final = 32
+"""It keeps one block in so many of the setting's, but at least `LEAST_BLOCKS`."""
+LEAST_BLOCKS: Final = 4
+
+
+class PrefetchBudget:
+    """Loaded blocks of orders, and their limit.
+
+    Args:
+        setting: Returns the limit in blocks that the setting `prefetch_budget` gives.
+
+    Attributes:
+        outcomes: The metric `prefetched_blocks_total`.
+    """
+
+    def __init__(self, setting: Callable[[], int]) -> None:
+        self.outcomes = dict.fromkeys(("used", "unused", "refused"), 0)
+        self._setting = setting
+        self._withheld = 0.0  # blocks of the setting's
+        self._begun: set[OffloadKey] = set()  # their loads have begun, and not ended
+        self._loaded: set[OffloadKey] = set()  # and these are held
+
+    @property
+    def blocks_max(self) -> int:
+        """How many loaded blocks orders may hold or load. Any thread may call."""
+        return self._setting() - int(min(self._withheld, self._withheld_max))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further load may begin now."""
+        return len(self._begun) + len(self._loaded) >= self.blocks_max
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the limit is below half of the setting's."""
+        return 2 * self.blocks_max < self._setting()
+
+    def begin(self, key: OffloadKey) -> None:
+        """Note that the load of a block begins."""
+        self._begun.add(key)
+
+    def arrive(self, key: OffloadKey) -> None:
+        """Note that a block is in memory, and held. Only one whose load was begun here counts."""
+        if key in self._begun:
+            self._begun.discard(key)
+            self._loaded.add(key)
+
+    def fail(self, key: OffloadKey) -> None:
+        """Note that a block has not been loaded."""
+        self._begun.discard(key)
+
+    def refuse(self) -> None:
+        """Note that there was no room for a block."""
+        self.outcomes["refused"] += 1
+
+    def use(self, key: OffloadKey) -> None:
+        """Note that a request uses a held block."""
+        if key in self._loaded:
+            self._loaded.discard(key)
+            self.outcomes["used"] += 1
+            self._withheld = max(0.0, self._withheld - 1.0)
+
+    def let_go(self, key: OffloadKey, *, is_in_vain: bool) -> None:
+        """Note that no order wants a block any more: `is_in_vain` unless its router has said so."""
+        if key in self._loaded or key in self._begun:
+            self._loaded.discard(key)
+            self._begun.discard(key)
+            self.outcomes["unused"] += 1
+            if is_in_vain:
+                self._withheld = min(self._withheld + UNUSED_COST, self._withheld_max)
+
+    @property
+    def _withheld_max(self) -> int:
+        setting = self._setting()
+        return max(0, setting - max(LEAST_BLOCKS, setting // LEAST_SHARE))
