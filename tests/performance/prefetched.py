@@ -125,6 +125,7 @@ def run(variant: str, prompts: int, step_s: float, *, computes: bool) -> tuple[f
             engine.orders.extend((at_s - AHEAD_S, prompt) for at_s, prompt in arrivals)
         elif variant == "useless":
             count = prompts * USELESS
+            begin_s += 0.4 * EVERY_S / USELESS  # else some end just when a prompt arrives
             engine.orders.extend((begin_s + at * EVERY_S / USELESS, PROMPTS + at % PROMPTS) for at in range(count))
         engine.steps, engine.processor_s = 0, 0.0
         waits = [engine.first_token(*arrival) for arrival in arrivals]

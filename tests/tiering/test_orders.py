@@ -531,6 +531,8 @@ class OrdersMachine(RuleBasedStateMachine):
             return
         orders, primary = self.bench.manager.orders, self.bench.primary
         assert len(orders._held) <= self.orders_max
+        assert orders.budget._loaded <= orders._held.keys(), "what nobody holds takes nothing of the budget"
+        assert orders.budget._begun <= set().union(*(order.loading for order in orders._orders))
         for key in orders._held:
             row = primary.row_of(key)
             assert row is not None, "a held block is in memory"
@@ -549,7 +551,7 @@ class OrdersMachine(RuleBasedStateMachine):
         primary = self.bench.primary
         assert not self.bench.manager.orders.exist
         self.bench.clock.advance(100.0)
-        self.bench.step()
+        end_all(self.bench)  # also the store of a block whose store has failed
         assert [row for row in primary.index.values() if row < 0 or primary.ref_cnt[row]] == [], "nothing is held"
         self.bench.manager.shutdown(timeout_s=0)
 

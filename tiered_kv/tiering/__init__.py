@@ -14,6 +14,8 @@ many_lookups  lookups of many blocks in one call
 search        asking the tiers, in order, for a block that the primary tier lacks
 search_owner  the receiver of requests' questions and misses
 prefetch      promotions that begin before a request looks its blocks up
+orders        blocks that a router or a warm start wants in memory
+prefetch_budget  how many blocks orders may load
 pace          whether a load arrives sooner than the engine computes
 cascade       offering blocks to the tiers, and storing those that they select
 promotions    loading blocks from the tiers, and holding them for requests

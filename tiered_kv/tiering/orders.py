@@ -6,7 +6,8 @@ end. The way of an order:
 1. `give` puts it into the inbox; `act` takes it from there.
 2. Its blocks are looked up, some in each step. A block in memory is held at once.
 3. A block that a tier has takes a row only when its load is submitted: while no other load of that tier is in flight,
-   and a small job at a time. So a request's load waits for one small job at most.
+   and a small job at a time. So a request's load waits for one small job at most. `PrefetchBudget` says how many blocks
+   may be loaded: few, while requests use few of them.
 4. A loaded block is held until a request uses it, or the order ends. One that no request has used is evicted before
    all blocks that a request has used: so useless orders displace no more than what orders may hold. (But `density`
    evicts first what it expects back even less, and shares of tenants go before this order.)
@@ -21,9 +22,9 @@ request lacks it. They evict no block that a request has used since they were ta
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.chain import OldChain
@@ -232,11 +233,10 @@ class PrefetchOrders:
             self._promotions.release(self._orders[order], (key,))
 
     def _ask_some(self) -> None:
-        # While requests use few of the loaded blocks, one order at a time is looked up, the newest first: it has most
-        # of its time left. Those that end before have cost nothing.
-        is_small = self.budget.is_small
-        while self._queued and not (is_small and (self._asking or self._found)):
-            order = next(reversed(self._queued) if is_small else iter(self._queued))
+        # While requests use few of the loaded blocks, one order at a time is looked up: those that end before it is
+        # their turn have cost nothing.
+        while self._queued and not (self.budget.is_small and (self._asking or self._found)):
+            order = next(self._in_turn(self._queued))
             del self._queued[order]
             self._asking.append(order)
         for _ in range(TURNS_A_STEP):
@@ -280,7 +280,7 @@ class PrefetchOrders:
         self._loading[order] = None
         self._loading_blocks += 1
 
-    def _keep(self, present: Mapping[OffloadKey, int], order: PrefetchOrder, state: RequestState) -> None:
+    def _keep(self, present: dict[OffloadKey, int], order: PrefetchOrder, state: RequestState) -> None:
         """Hold blocks that are in memory already, in these rows, unless the request that the order is for has come."""
         used = () if self._rows.recent is None else set(self._rows.recent.since(order.uses_before) or ())
         for key, row in present.items():
@@ -356,13 +356,17 @@ class PrefetchOrders:
                 del self._found[guarded]
         return has_room
 
-    def _next_of(self, waiting: Collection[PrefetchOrder]) -> PrefetchOrder | None:
+    def _next_of(self, waiting: dict[PrefetchOrder, Any]) -> PrefetchOrder | None:
         """Return the order whose block is loaded next: one that fills memory comes last, and takes no budget."""
         if not self.budget.is_full:
-            order = next((each for each in waiting if each.chain is None), None)
+            order = next((each for each in self._in_turn(waiting) if each.chain is None), None)
             if order is not None:
                 return order
         return next((each for each in waiting if each.chain is not None), None)
+
+    def _in_turn(self, orders: dict[PrefetchOrder, Any]) -> Iterator[PrefetchOrder]:
+        """Return the oldest order first; where few blocks may be loaded, the newest: it has most of its time left."""
+        return reversed(orders) if self.budget.is_small else iter(orders)
 
     def _begin(
         self, key: OffloadKey, guarded: GuardedTier, order: PrefetchOrder, state: RequestState, *, may_begin: bool

@@ -2,7 +2,7 @@
 
 `PrefetchOrders` (`tiering/orders.py`) owns it, on the manager's thread; other threads read `outcomes` and
 `blocks_max`. A load that no request uses takes time of a disk and a processor from requests. So orders may load fewer
-blocks while few of the loaded ones are used. What must stay true: while a quarter or more are used, orders may load
+blocks while few of the loaded ones are used. What must stay true: while a third or more are used, orders may load
 all that the setting `prefetch_budget` allows; and always some, which show when requests use them again.
 """
 
@@ -13,9 +13,9 @@ from typing import Final
 
 from tiered_kv.base import OffloadKey
 
-UNUSED_COST: Final = 1 / 3
-"""What the budget loses by an unused block, in blocks; by a used one it gets one back. So it falls by a third each time
-that all loaded blocks go unused, and doubles each time that all are used."""
+UNUSED_COST: Final = 0.5
+"""What the budget loses by an unused block, in blocks; by a used one it gets one back. So it halves each time that all
+loaded blocks go unused, and doubles each time that all are used."""
 LEAST_SHARE: Final = 32
 """It keeps one block in so many of the setting's, but at least `LEAST_BLOCKS`."""
 LEAST_BLOCKS: Final = 4
@@ -34,14 +34,16 @@ class PrefetchBudget:
     def __init__(self, setting: Callable[[], int]) -> None:
         self.outcomes = dict.fromkeys(("used", "unused", "refused"), 0)
         self._setting = setting
-        self._withheld = 0.0  # blocks of the setting's
+        self._withheld = 0.0
+        """Blocks of the setting's that may not be loaded; below 0 what unused blocks may take before. That is as much
+        as a whole budget of unused blocks takes: so a third that is used, before the rest or after it, is enough."""
         self._begun: set[OffloadKey] = set()  # their loads have begun, and not ended
         self._loaded: set[OffloadKey] = set()  # and these are held
 
     @property
     def blocks_max(self) -> int:
         """How many loaded blocks orders may hold or load. Any thread may call."""
-        return self._setting() - int(min(self._withheld, self._withheld_max))
+        return self._setting() - int(min(max(0.0, self._withheld), self._withheld_max))
 
     @property
     def is_full(self) -> bool:
@@ -76,7 +78,7 @@ class PrefetchBudget:
         if key in self._loaded:
             self._loaded.discard(key)
             self.outcomes["used"] += 1
-            self._withheld = max(0.0, self._withheld - 1.0)
+            self._withheld = max(-UNUSED_COST * self._setting(), self._withheld - 1.0)
 
     def let_go(self, key: OffloadKey, *, is_in_vain: bool) -> None:
         """Note that no order wants a block any more: `is_in_vain` unless its router has said so."""
