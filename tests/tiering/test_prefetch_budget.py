@@ -125,6 +125,31 @@ def test_what_a_router_lets_go_itself_and_what_is_held_do_not_count(bench: Bench
     assert outcome(bench, "unused") == 10 * BUDGET
 
 
+def test_blocks_that_are_not_loaded_take_nothing_of_the_budget(bench: Bench) -> None:
+    for _ in range(3):
+        numbers = range(first := next(_blocks), first + BUDGET)
+        bench.tier.has(*numbers)
+        order = give(bench, *numbers)
+        for _ in range(30):
+            bench.step()
+            while bench.tier.jobs:
+                bench.tier.end(success=False, only=list(bench.tier.jobs[0].keys)[:1], reason="corrupt")
+        assert order.counts()["absent"] > BUDGET // 2
+        bench.manager.orders.drop(order.name)
+        bench.step()
+    assert len(ordered(bench)[1]) == budget(bench) == BUDGET
+
+
+def test_orders_that_end_while_they_wait_leave_nothing_waiting(bench: Bench) -> None:
+    make_small(bench)
+    ordered(bench, until_s=60.0)
+    for _ in range(30):
+        bench.manager.orders.drop(ordered(bench, until_s=60.0)[0].name)
+    bench.step()
+    assert not bench.manager.orders._queued
+    assert len(bench.manager.orders._orders) == 1
+
+
 def test_what_a_request_has_no_room_beside_counts_as_unused(make_bench: MakeBench) -> None:
     bench = make_bench(num_blocks=BUDGET, limits=limits(BUDGET, BUDGET))
     ordered(bench, until_s=60.0)
