@@ -95,7 +95,7 @@ class PrefetchOrders:
         self._inbox: deque[PrefetchOrder | str] = deque()  # any thread appends: an order, or the name of one to end
         self._orders: dict[PrefetchOrder, RequestState] = {}
         self._by_name: dict[str, PrefetchOrder] = {}
-        self._queued: dict[PrefetchOrder, None] = {}  # not begun: others wait for room
+        self._queued: dict[PrefetchOrder, None] = {}  # that are not looked up yet
         self._asking: deque[PrefetchOrder] = deque()  # with blocks to look up; each has a turn
         self._found: dict[GuardedTier, dict[PrefetchOrder, deque[OffloadKey]]] = {}
         """The blocks of each order that a tier has, and that wait to be loaded; none is empty."""
@@ -189,7 +189,7 @@ class PrefetchOrders:
             self._by_name[given.name] = given
 
     def _end(self, order: PrefetchOrder, *, is_in_vain: bool = False) -> None:
-        """End an order; `is_in_vain` if no request has come for what it still holds."""
+        """End an order; `is_in_vain` if no request has used what it still holds, and nobody has ended it before."""
         state = self._orders.pop(order)
         del self._by_name[order.name]
         order.is_ended = True
@@ -281,11 +281,15 @@ class PrefetchOrders:
         self._loading_blocks += 1
 
     def _keep(self, present: dict[OffloadKey, int], order: PrefetchOrder, state: RequestState) -> None:
-        """Hold blocks that are in memory already, in these rows, unless the request that the order is for has come."""
-        used = () if self._rows.recent is None else set(self._rows.recent.since(order.uses_before) or ())
+        """Hold blocks that are in memory, in these rows, unless a request has used them since the order was taken."""
+        recent = self._rows.recent
+        if order.chain is not None or recent is None:
+            order.phases.update(dict.fromkeys(present, Phase.USED))  # before they were loaded
+            return
+        used = set(recent.since(order.uses_before) or ())
         for key, row in present.items():
-            if order.chain is not None or (row in used and key not in self._held):
-                order.phases[key] = Phase.USED  # before it was loaded or held
+            if row in used and key not in self._held:
+                order.phases[key] = Phase.USED
                 continue
             if self._room() > 0:
                 self._promotions.keep(key, row, state)
@@ -356,15 +360,15 @@ class PrefetchOrders:
                 del self._found[guarded]
         return has_room
 
-    def _next_of(self, waiting: dict[PrefetchOrder, Any]) -> PrefetchOrder | None:
+    def _next_of(self, waiting: dict[PrefetchOrder, deque[OffloadKey]]) -> PrefetchOrder | None:
         """Return the order whose block is loaded next: one that fills memory comes last, and takes no budget."""
         if not self.budget.is_full:
             order = next((each for each in self._in_turn(waiting) if each.chain is None), None)
             if order is not None:
                 return order
-        return next((each for each in waiting if each.chain is not None), None)
+        return next((each for each in self._filling if each in waiting), None)
 
-    def _in_turn(self, orders: dict[PrefetchOrder, Any]) -> Iterator[PrefetchOrder]:
+    def _in_turn(self, orders: dict[PrefetchOrder, Any]) -> Iterator[PrefetchOrder]:  # Any: it reads only the orders
         """Return the oldest order first; where few blocks may be loaded, the newest: it has most of its time left."""
         return reversed(orders) if self.budget.is_small else iter(orders)
 
