@@ -14,8 +14,8 @@ from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 from tiered_kv.cpu.recent_uses import KEPT_ROWS_MAX, RecentUses
 from tiered_kv.tiering.base import JobResult
-from tiered_kv.tiering.order import PrefetchOrder
-from tiered_kv.tiering.orders import JOB_BLOCKS, KEYS_A_TURN, ORDER_BLOCKS_MAX, TURNS_A_STEP
+from tiered_kv.tiering.order import ORDER_BLOCKS_MAX, PrefetchOrder
+from tiered_kv.tiering.orders import JOB_BLOCKS, KEYS_A_TURN, TURNS_A_STEP
 from tiered_kv.tiering.requests import ManagerLimits
 
 FIRST_JOB = JOB_BLOCKS[0]

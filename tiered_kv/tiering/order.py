@@ -11,10 +11,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Final
 
 from tiered_kv.base import OffloadKey
 from tiered_kv.cpu.chain import OldChain
 from tiered_kv.tiering.guarded import GuardedTier
+
+ORDERS_MAX: Final = 1024
+"""Limit of orders that have not ended."""
+ORDER_BLOCKS_MAX: Final = 4096
+"""Limit of the blocks of one order."""
+KEYS_MAX: Final = 1 << 16
+"""Limit of the blocks of all orders."""
+UNTIL_S_MAX: Final = 60.0
+"""How long an order may last, in seconds."""
 
 
 class Phase(Enum):

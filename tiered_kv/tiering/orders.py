@@ -41,12 +41,6 @@ from tiered_kv.tiering.promotions import Promotions
 from tiered_kv.tiering.requests import RequestState, RequestTable
 from tiered_kv.tiering.search import Search
 
-ORDERS_MAX: Final = 1024
-"""Limit of orders that have not ended."""
-ORDER_BLOCKS_MAX: Final = 4096
-"""Limit of the blocks of one order."""
-KEYS_MAX: Final = 1 << 16
-"""Limit of the blocks of all orders."""
 KEYS_A_TURN: Final = 16
 """Blocks of one order that are looked up before those of the next one."""
 TURNS_A_STEP: Final = 4
@@ -58,8 +52,6 @@ JOB_S: Final = 0.01
 JOB_BLOCKS: Final = (4, 64)
 """Blocks of such a job, at least and at most. Each job that has ended by the next step doubles the size of the next
 one, and each that has not halves it: requests submit their loads at the ends of steps, too."""
-UNTIL_S_MAX: Final = 60.0
-"""How long an order may last, in seconds."""
 
 
 class PrefetchOrders:
@@ -129,10 +121,7 @@ class PrefetchOrders:
     def families(self) -> list[Family]:
         """Return the counts of blocks by their outcomes."""
         counted = {PREFETCHED: self.budget.outcomes, WARMED: self.warmed}
-        return [
-            by_label(metric, {outcome: count for outcome, count in counts.items() if count})
-            for metric, counts in counted.items()
-        ]
+        return [by_label(each, {name: n for name, n in counts.items() if n}) for each, counts in counted.items()]
 
     # The manager's thread.
 
@@ -362,11 +351,10 @@ class PrefetchOrders:
 
     def _next_of(self, waiting: dict[PrefetchOrder, deque[OffloadKey]]) -> PrefetchOrder | None:
         """Return the order whose block is loaded next: one that fills memory comes last, and takes no budget."""
-        if not self.budget.is_full:
-            order = next((each for each in self._in_turn(waiting) if each.chain is None), None)
-            if order is not None:
-                return order
-        return next((each for each in self._filling if each in waiting), None)
+        last = next((each for each in self._filling if each in waiting), None)
+        if self.budget.is_full:
+            return last
+        return next((each for each in self._in_turn(waiting) if each.chain is None), last)
 
     def _in_turn(self, orders: dict[PrefetchOrder, Any]) -> Iterator[PrefetchOrder]:  # Any: it reads only the orders
         """Return the oldest order first; where few blocks may be loaded, the newest: it has most of its time left."""

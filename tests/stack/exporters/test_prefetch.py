@@ -27,7 +27,7 @@ from tiered_kv.stack.exporters.prefetch import BODY_BYTES_MAX
 from tiered_kv.stack.exporters.server import StatusServer
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
-from tiered_kv.tiering.orders import KEYS_MAX, ORDER_BLOCKS_MAX, ORDERS_MAX
+from tiered_kv.tiering.order import KEYS_MAX, ORDER_BLOCKS_MAX, ORDERS_MAX
 
 BLOCK_BYTES = 4096
 TOKEN = "a-token-of-a-test"

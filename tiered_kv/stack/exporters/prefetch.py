@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tiered_kv.base import OffloadKey, make_offload_key
 from tiered_kv.errors import ConfigError
-from tiered_kv.tiering.order import PrefetchOrder
-from tiered_kv.tiering.orders import KEYS_MAX, ORDER_BLOCKS_MAX, ORDERS_MAX, UNTIL_S_MAX, PrefetchOrders
+from tiered_kv.tiering.order import KEYS_MAX, ORDER_BLOCKS_MAX, ORDERS_MAX, UNTIL_S_MAX, PrefetchOrder
+from tiered_kv.tiering.orders import PrefetchOrders
 
 if TYPE_CHECKING:
     from tiered_kv.stack.exporters.status import Observed
