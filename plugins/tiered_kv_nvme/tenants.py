@@ -124,7 +124,8 @@ class SegmentShares:
         """Return the segment to reclaim, whose `protected` is set: see above. `changed` is the pool's lock."""
         ages = self._ages_of(segments, worth)
         with changed:
-            protected = self._protected(segments, ages)
+            lost = self._losses(segments[0].segment_bytes)
+        protected = [{} for _ in segments] if lost is None else self._protected(segments, ages, lost)
         parts = [sum(kept.values()) / each.segment_bytes for kept, each in zip(protected, segments, strict=True)]
         fit = [each for part, each in zip(parts, segments, strict=True) if part <= PROTECTED_SHARE_MAX]
         segment = worth.least(fit or [segments[parts.index(min(parts))]])
@@ -142,10 +143,10 @@ class SegmentShares:
             self._ages[use] = known[use] if use in known else _mean_ages(segment.table, worth)
         return list(self._ages.values())
 
-    def _protected(self, segments: Sequence[Segment], ages: Sequence[Mapping[int, float]]) -> list[dict[int, int]]:
-        """Locked. Return how many bytes of each tenant have to stay in each segment, if it is reclaimed.
+    def _losses(self, wanted_bytes: int) -> dict[int, int] | None:
+        """Locked. Return by number how many bytes each tenant loses if so many are freed.
 
-        None have if those that hold more than their shares have too little to lose: then no tenant's share counts.
+        None if those that hold more than their shares have too little to lose: then no tenant's share counts.
         """
         lost: dict[int, int] = {}
 
@@ -154,12 +155,16 @@ class SegmentShares:
             return taken_bytes
 
         self._shares.follow_limits()
-        segment_bytes = segments[0].segment_bytes
-        wanted_bytes = max(0, segment_bytes - self._nobody.held)
-        if self._shares.evict(wanted_bytes, None, 0, take) > PROTECTED_SHARE_MAX * segment_bytes:
-            return [{} for _ in segments]
+        missing_bytes = self._shares.evict(max(0, wanted_bytes - self._nobody.held), None, 0, take)
+        return lost if missing_bytes <= PROTECTED_SHARE_MAX * wanted_bytes else None
+
+    def _protected(
+        self, segments: Sequence[Segment], ages: Sequence[Mapping[int, float]], lost: Mapping[int, int]
+    ) -> list[dict[int, int]]:
+        """Return how many bytes of each tenant have to stay in each segment, if it is reclaimed."""
         kept = [{**segment.held, NOBODY: 0} for segment in segments]
         for number, lost_bytes in lost.items():
+            give_way()
             oldest_first = [at for at, held in enumerate(kept) if number in held]
             oldest_first.sort(key=lambda at: -ages[at].get(number, 0.0))
             old_bytes = OLD_SHARE * self._tenant(number).held
