@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -28,7 +28,7 @@ from tiered_kv.shares import Shares, Tenant
 from tiered_kv.system.step import give_way
 from tiered_kv_nvme.layout import EntryTable
 from tiered_kv_nvme.segment import Segment
-from tiered_kv_nvme.worth import Worth
+from tiered_kv_nvme.worth import SEGMENTS_PER_RANKING, Worth
 
 NOBODY: Final = 0
 """The number of no tenant."""
@@ -62,6 +62,8 @@ class SegmentShares:
         self._shares = Shares(limits, capacity_bytes, 1, self._add)
         self._ages: dict[tuple[int, int, int], Mapping[int, float]] = {}
         """The reclaimer's: mean ages by tenant, of a segment in a generation at a tick."""
+        self._ranked: list[Segment] = []  # the reclaimer's: by what their loss costs, those that were not chosen since
+        self._serves = 0  # how often the ranking may still serve
         self.numbers = self._shares.numbers
         """Returns the metrics of `stats`."""
 
@@ -128,9 +130,19 @@ class SegmentShares:
         protected = [{} for _ in segments] if lost is None else self._protected(segments, ages, lost)
         parts = [sum(kept.values()) / each.segment_bytes for kept, each in zip(protected, segments, strict=True)]
         fit = [each for part, each in zip(parts, segments, strict=True) if part <= PROTECTED_SHARE_MAX]
-        segment = worth.least(fit or [segments[parts.index(min(parts))]])
+        segment = self._first(fit or [segments[parts.index(min(parts))]], segments, worth)
         segment.protected = protected[segments.index(segment)]
         return segment
+
+    def _first(self, fit: Collection[Segment], segments: Sequence[Segment], worth: Worth) -> Segment:
+        """Return the one of some segments whose loss costs least. A ranking of all serves as often as `Worth.least`."""
+        chosen = next((each for each in self._ranked if each in fit), None) if self._serves else None
+        if chosen is None:
+            self._ranked, self._serves = worth.ranking(segments), -(-len(segments) // SEGMENTS_PER_RANKING)
+            chosen = next(each for each in self._ranked if each in fit)
+        self._serves -= 1
+        self._ranked.remove(chosen)
+        return chosen
 
     def _ages_of(self, segments: Sequence[Segment], worth: Worth) -> list[Mapping[int, float]]:
         """Return the mean age of each tenant's blocks in segments that nobody fills: the ticks since their last uses.

@@ -138,14 +138,21 @@ class Worth:
     def least(self, segments: Sequence[Segment]) -> Segment:
         """Return the segment that loses least when it is reclaimed; the first of about equal ones.
 
-        Each block costs its density, or the price of a move if it may move. One ranking serves for a sixteenth of the
-        segments. A ranking also sets the densities and the price that `movable` uses: before the first ranking no block
-        is worth a move.
+        One ranking serves for a sixteenth of the segments.
         """
         while self._ranked:
             segment = self._ranked.pop()
             if segment in segments:
                 return segment
+        self._ranked = self.ranking(segments)[: -(-len(segments) // SEGMENTS_PER_RANKING)][::-1]
+        return self._ranked.pop()
+
+    def ranking(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Return segments by what their loss costs: the least first, about equal ones in the order given.
+
+        Each block costs its density, or the price of a move if it may move. A ranking also sets the densities and the
+        price that `movable` uses: before the first ranking no block is worth a move.
+        """
         self._densities = np.maximum(DENSITY_MIN, np.exp(np.array(self._density.level) / LEVELS))
         counts = self._counts(segments)
         self._price = MOVE_PRICE * (counts.sum(0) @ self._densities) / max(1, counts.sum())
@@ -154,8 +161,7 @@ class Worth:
         gained = np.maximum(0, self._densities[best_first] - self._price)
         lost = counts @ self._densities - np.diff(moved, axis=1, prepend=0) @ gained
         order = np.argsort(np.round(np.log(lost + DENSITY_MIN) / math.log(LOSS_RATIO)), kind="stable")
-        self._ranked = [segments[row] for row in order[: -(-len(segments) // SEGMENTS_PER_RANKING)][::-1]]
-        return self._ranked.pop()
+        return [segments[row] for row in order]
 
     def movable(self, table: EntryTable) -> list[int]:
         """Return the ordinals of blocks that are worth a move, as of the last ranking, the best first."""
