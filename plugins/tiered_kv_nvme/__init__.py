@@ -24,7 +24,8 @@ docs/reference/formats-nvme.md describes them byte by byte. In memory: `pool.Seg
 index, a `KeyTable` from key to place (a segment and an entry in it). A segment has its entries as they are encoded on
 the disk, and the uses of its blocks in an array (`layout.EntryTable`). It has keys only until its summary is written:
 from then on, the index finds a key by its hash and place. So a block takes no Python object, and less than 120 bytes.
-`worth.Worth` learns from the uses.
+`worth.Worth` learns from the uses. With `limits`, a table also has a number of its tenant for each block, 2 bytes, and
+`tenants.SegmentShares` counts what each tenant has in each segment.
 
 A store (`writer.BatchWriter.store`, a worker):
 
@@ -42,14 +43,16 @@ neighbouring blocks by one call, where possible straight into their rows. It ver
 How room is made. The reclaimer keeps two segments free. A segment from before a reset goes first. Otherwise the
 reclaimer adds a segment while the capacity has room (`Reclaimer._make_room`). Then it takes a damaged segment, or the
 segment whose loss costs least (`Worth.least`). It moves the best blocks, up to a quarter of the segment
-(`reclaimer.survivors`), removes the others from the index, and writes a new header. The same thread writes the
+(`reclaimer.survivors`), removes the others from the index, and writes a new header. With `limits`, tenants' shares
+narrow the choice of the segment, and what they protect moves first (`tenants`). The same thread writes the
 summaries of full segments (`SegmentFiles.seal`), and replaces files that somebody has deleted.
 
 What a restart does. `recovery.recover` reads each segment's header and summary, on several threads, and then the
 batches that no summary lists. It verifies every byte of such batches. It takes the index that a clean end has saved
 (`saved_index`), if the segments are as they were then. Otherwise it builds the index from blocks of the current epoch,
 all keys together, as arrays. It deletes files that it cannot use, or that exceed the capacity. The uses of
-blocks are lost: the oldest blocks go first.
+blocks are lost: the oldest blocks go first. Summaries say whose each block is; those of segments that were being filled
+at a crash are nobody's.
 
 What a reset does. `SegmentStore.reset` begins a new epoch with an empty index, at once. The background task writes the
 epoch to its file (`epoch.DirectoryEpoch.sync`), and gives the memory of the old index back in slices. A batch of

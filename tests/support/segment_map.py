@@ -58,6 +58,7 @@ FOOTER_FIELDS = (
     Field("end", 72, 8, _SIZES),
     Field("segment size", 80, 8, _SIZES),
     Field("table checksum", 88, 16),
+    Field("names size", 104, 4, (1, 64, 4096, 1 << 31)),
 )
 ENTRY_BYTES = 32
 

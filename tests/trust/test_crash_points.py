@@ -32,7 +32,10 @@ KILLS, CUTS, POWER_CUTS, SENDS = (10, 160), (4, 60), (3, 40), (5, 60)
 after a call is like one before the next."""
 
 
-@pytest.mark.parametrize("scenario", [NVME, FS], ids=["nvme", "fs"])
+WITH_SHARES = dataclasses.replace(NVME, entry={**NVME.entry, "limits": {"default": "50%"}})
+
+
+@pytest.mark.parametrize("scenario", [NVME, WITH_SHARES, FS], ids=["nvme", "nvme-shares", "fs"])
 def test_killed_at_any_call_a_directory_is_sound(
     cases: CrashCases, scenario: CrashScenario, profile: Profile, figures: Figures
 ) -> None:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from tests.support import shares
 from tests.support.segment_entries import entries_of
 from tests.support.stacks import manager_of, stack_of
 from tiered_kv.base import make_offload_key
 from tiered_kv.config.limits import TenantLimits
+from tiered_kv.hints import TENANT_PATTERN
 from tiered_kv.stack.open import Stack, open_stack
 from tiered_kv.testing.control import wait_until
 from tiered_kv.testing.rig import make_keys
 from tiered_kv_nvme.layout import PAGE_BYTES, TENANT_NAMES_BYTES_MAX, EntryTable, Summary, decode_names, local_tenants
+from tiered_kv_nvme.segment import Segment
 from tiered_kv_nvme.settings import NvmeSettings
 from tiered_kv_nvme.simulation import NvmeKeys
-from tiered_kv_nvme.tenants import MOVED_SHARE_MAX
+from tiered_kv_nvme.tenants import MOVED_SHARE_MAX, SegmentShares
 
 if TYPE_CHECKING:
     from tests.plugins.conftest import StoreBench
@@ -238,12 +243,27 @@ def test_a_summary_names_the_tenants_with_most_blocks_as_far_as_its_footer_has_r
     assert found == [names[number] if names[number] in kept else "" for number in numbers]
 
 
-def test_names_that_no_tenant_can_have_are_nobody_s() -> None:
-    """Who can write to the directory can write any footer: it costs shares, nothing else."""
-    for names in (b"\xff" + b"a" * 20, b"\x03a b\x02\xff\xff\x00\x01x", b"\x41" + b"a" * 65, b"\x02\n\n"):
-        page = memoryview(bytearray(PAGE_BYTES))
-        Summary(4096, 1, bytes(16), 1, 1, 1, 4096, 1 << 20, bytes(16)).encode(page, names)
-        assert {*decode_names(page)} <= {"", "x", "a" * 20}
+@pytest.mark.hypothesis
+@hypothesis.given(st.binary(max_size=TENANT_NAMES_BYTES_MAX), st.none() | st.integers(0, (1 << 32) - 1))
+@hypothesis.example(b"\xff" + b"a" * 20, None)
+@hypothesis.example(b"\x03a b\x02\xff\xff\x00\x01x\x41" + b"a" * 65 + b"\x02\n\n\x01\xc3", 1 << 31)
+def test_a_footer_with_any_names_costs_shares_and_nothing_else(names: bytes, size_bytes: int | None) -> None:
+    """Who can write to the directory can write any footer."""
+    page = memoryview(bytearray(PAGE_BYTES))
+    Summary(4096, 1, bytes(16), 1, 1, 1, 4096, 1 << 20, bytes(16)).encode(page, names)
+    if size_bytes is not None:
+        page[104:108] = size_bytes.to_bytes(4, "little")
+    found = decode_names(page)
+    assert len(found) <= TENANT_NAMES_BYTES_MAX
+    assert all(re.fullmatch(TENANT_PATTERN, name) for name in found if name)
+    segment = Segment(0, -1, 1 << 20, 1)
+    keys = make_keys(3)
+    segment.table.append(keys, entries_of(keys), [0] * 3, [0, 1, 65535])
+    segment.tenant_names = found
+    tenants = SegmentShares(TenantLimits({}), 1 << 20)
+    tenants.adopt(segment)
+    assert sum(segment.held.values()) == 3 * 4096
+    assert {tenants.names[number] for number in segment.table.tenants} <= {"", *found[:1]}
 
 
 # In a stack.
