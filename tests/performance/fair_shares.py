@@ -28,7 +28,7 @@ from tests.support.shares import (
 )
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 
-TIERS = {"memory": memory_of, "nvme": nvme_of}
+TIERS = {"memory": memory_of, "nvme": partial(nvme_of, segment_blocks=32)}
 
 
 def measure(policy: str, blocks: int, share: int, times: int, chats: int, *, is_chatting: bool) -> dict[str, float]:
