@@ -29,7 +29,10 @@ from tests.support.shares import (
 )
 from tiered_kv.cpu.policies import BUILT_IN_POLICIES
 
-TIERS: dict[str, Callable[[int], dict[str, object]]] = {"memory": memory_of, "nvme": partial(nvme_of, segment_blocks=32)}
+TIERS: dict[str, Callable[[int], dict[str, object]]] = {
+    "memory": memory_of,
+    "nvme": partial(nvme_of, segment_blocks=32),
+}
 
 
 def measure(policy: str, blocks: int, share: int, times: int, chats: int, *, is_chatting: bool) -> dict[str, float]:
