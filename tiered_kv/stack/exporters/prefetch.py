@@ -148,21 +148,18 @@ def _keys(stack: Observed, hashes: Sequence[object], group: int) -> tuple[list[O
     Raises:
         ConfigError: One is no hash.
     """
-    whole: list[OffloadKey] = []
-    names: list[int] = []
-    for each in hashes:
-        if type(each) is int and 0 <= each < 1 << 64:
-            names.append(each)
-            continue
-        key = b""
-        with suppress(ValueError, TypeError):
-            key = bytes.fromhex(each)  # type: ignore[arg-type]  # what is no text raises TypeError
-        if not 0 < len(key) <= _HASH_BYTES_MAX:
-            raise ConfigError(
-                f"block_hashes: expected hashes of up to {_HASH_BYTES_MAX} bytes in hexadecimal, or their last 64 bits "
-                "as numbers"
-            )
-        whole.append(make_offload_key(key, group))
+    names = [each for each in hashes if type(each) is int and 0 <= each < 1 << 64]
+    texts = [each for each in hashes if type(each) is str]
+    found_hashes: list[bytes] = []
+    with suppress(ValueError):
+        found_hashes = list(map(bytes.fromhex, texts))  # no loop: the manager's thread waits for this one
+    is_whole = len(names) + len(found_hashes) == len(hashes)
+    if not is_whole or not all(0 < size <= _HASH_BYTES_MAX for size in set(map(len, found_hashes))):
+        raise ConfigError(
+            f"block_hashes: expected hashes of up to {_HASH_BYTES_MAX} bytes in hexadecimal, or their last 64 bits as "
+            "numbers"
+        )
+    whole = [make_offload_key(each, group) for each in found_hashes]
     if names:
         if stack.history is None:
             raise ConfigError("without a history only whole hashes are known: its setting is 0", location="history")
