@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Final
 
 import numpy as np
@@ -113,7 +113,7 @@ class SegmentShares:
 
     def note_evicted(self, table: EntryTable, ordinals: Sequence[int]) -> None:
         """Locked. Count evicted blocks of a table."""
-        counts = np.bincount(np.array(table.tenants)[ordinals])
+        counts = np.bincount(np.frombuffer(table.tenants, np.uint16)[ordinals])
         for number in np.flatnonzero(counts).tolist():
             self._tenant(number).evicted_blocks += int(counts[number])
 
@@ -129,12 +129,12 @@ class SegmentShares:
             lost = self._losses(segments[0].segment_bytes)
         protected = [{} for _ in segments] if lost is None else self._protected(segments, ages, lost)
         parts = [sum(kept.values()) / each.segment_bytes for kept, each in zip(protected, segments, strict=True)]
-        fit = [each for part, each in zip(parts, segments, strict=True) if part <= PROTECTED_SHARE_MAX]
-        segment = self._first(fit or [segments[parts.index(min(parts))]], segments, worth)
+        fit = {each for part, each in zip(parts, segments, strict=True) if part <= PROTECTED_SHARE_MAX}
+        segment = self._first(fit or {segments[parts.index(min(parts))]}, segments, worth)
         segment.protected = protected[segments.index(segment)]
         return segment
 
-    def _first(self, fit: Collection[Segment], segments: Sequence[Segment], worth: Worth) -> Segment:
+    def _first(self, fit: Set[Segment], segments: Sequence[Segment], worth: Worth) -> Segment:
         """Return the one of some segments whose loss costs least. A ranking of all serves as often as `Worth.least`."""
         chosen = next((each for each in self._ranked if each in fit), None) if self._serves else None
         if chosen is None:
@@ -167,7 +167,9 @@ class SegmentShares:
             return taken_bytes
 
         self._shares.follow_limits()
-        missing_bytes = self._shares.evict(max(0, wanted_bytes - self._nobody.held), None, 0, take)
+        if self._nobody.held >= wanted_bytes:
+            return lost
+        missing_bytes = self._shares.evict(wanted_bytes, None, 0, take)
         return lost if missing_bytes <= PROTECTED_SHARE_MAX * wanted_bytes else None
 
     def _protected(
