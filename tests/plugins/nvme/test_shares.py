@@ -228,6 +228,26 @@ def test_blocks_of_a_process_without_limits_count_for_nobody_and_go_first(bench:
     assert not any(segment.table.tenants or segment.held for segment in store.pool.segments.values())
 
 
+def test_a_segment_that_was_filled_without_limits_gets_a_summary_without_tenants(bench: StoreBench) -> None:
+    """It has no room for their numbers: 78 entries and keys take a page of the table, with numbers two."""
+    bench.segment_bytes, bench.capacity_bytes = 512 << 10, 8 << 20
+    store, keys = opened(bench), make_keys(78)
+    bench.put(store, keys, tenant="quiet")
+    (segment,) = (each for each in store.pool.segments.values() if len(each.table))
+    segment.end_offset = segment.segment_bytes - 2 * PAGE_BYTES
+    assert store._files.seal(segment, store.pool.tenant_names)
+    assert footer_names(bench, segment) == []
+    segment.end_offset -= PAGE_BYTES
+    assert store._files.seal(segment, store.pool.tenant_names)
+    assert footer_names(bench, segment) == ["quiet"]
+
+
+def footer_names(bench: StoreBench, segment: Segment) -> list[str]:
+    with bench.segments[segment.slot].open("rb") as file:
+        file.seek(segment.segment_bytes - PAGE_BYTES)
+        return decode_names(memoryview(file.read(PAGE_BYTES)))
+
+
 def test_a_summary_names_the_tenants_with_most_blocks_as_far_as_its_footer_has_room() -> None:
     names = ["", *(f"{number:064d}" for number in range(100))]
     table, keys = EntryTable(), make_keys(5050)
