@@ -62,12 +62,14 @@ def interrupted_at(
 ) -> bool:
     """Make a call that is interrupted before an instruction of this thread; return whether it was."""
     interrupter = _Interrupter(error, number, where_handlers_run)
-    # CPython 3.12 and later trace the instructions of a function from its second call on.
+    # CPython 3.12 and later trace the instructions of a function from its second call on, 3.12.1 from the second
+    # `settrace` on.
     calls = [prepare() for _ in range(1 + (sys.version_info >= (3, 12)))]
     try:
-        sys.settrace(interrupter)
         for each in calls:
             interrupter.is_armed = each is calls[-1]
+            sys.settrace(None)
+            sys.settrace(interrupter)
             each()
     except type(error) as raised:
         if raised is not error:
