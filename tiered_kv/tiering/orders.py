@@ -275,7 +275,7 @@ class PrefetchOrders:
         if order.chain is not None or recent is None:
             order.phases.update(dict.fromkeys(present, Phase.USED))  # before they were loaded
             return
-        used = set(recent.since(order.uses_before) or ())
+        used = set(present.values()).intersection(recent.since(order.uses_before) or ())
         for key, row in present.items():
             if row in used and key not in self._held:
                 order.phases[key] = Phase.USED
