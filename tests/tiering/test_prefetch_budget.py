@@ -12,7 +12,7 @@ from tests.tiering.conftest import BLOCK_BYTES, Bench, MakeBench, keys
 from tests.tiering.test_orders import counted, end_all, give, limits, outcome
 from tiered_kv.cpu.chain import OldChain
 from tiered_kv.tiering.order import PrefetchOrder
-from tiered_kv.tiering.prefetch_budget import LEAST_BLOCKS, LEAST_SHARE, PrefetchBudget
+from tiered_kv.tiering.prefetch_budget import LEAST_BLOCKS, LEAST_SHARE, PROBE_S, PrefetchBudget
 
 BUDGET = 64
 LEAST = max(LEAST_BLOCKS, BUDGET // LEAST_SHARE)
@@ -187,6 +187,64 @@ def test_the_newest_order_comes_first_while_little_may_be_loaded(bench: Bench) -
     pass_time(bench, 0.7)
     end_all(bench)
     assert last.counts()["in_memory"] == LEAST
+
+
+def test_a_useless_order_that_stays_keeps_no_newer_one_from_its_turn(bench: Bench) -> None:
+    make_small(bench)
+    useless, _ = ordered(bench, until_s=60.0)
+    for number in range(10):
+        pass_time(bench, PROBE_S)
+        blocks = list(range(1_000_000 + 2 * number, 1_000_002 + 2 * number))
+        bench.tier.has(*blocks)
+        order = give(bench, *blocks, until_s=5.0)
+        end_all(bench)
+        assert counted(order) == {"in_memory": 2}
+        use(bench, blocks)
+    assert budget(bench) > LEAST
+    assert useless.counts()["in_memory"] >= LEAST
+
+
+@pytest.mark.parametrize("blocks", [LEAST, BUDGET])
+def test_orders_load_the_least_at_a_time_beside_those_that_stay(bench: Bench, blocks: int) -> None:
+    make_small(bench)
+    before = outcome(bench, "unused")
+    orders = []
+    for _ in range(40):
+        first = next(_blocks)
+        bench.tier.has(*range(first, first + blocks))
+        orders.append(give(bench, *range(first, first + blocks), until_s=60.0))
+        end_all(bench)
+        pass_time(bench, PROBE_S / 4)
+    assert sum(order.counts()["in_memory"] for order in orders) <= 11 * LEAST
+    pass_time(bench, 60.0)
+    assert outcome(bench, "unused") - before <= 11 * LEAST
+
+
+def test_a_warm_start_that_waits_keeps_no_order_from_its_turn(bench: Bench) -> None:
+    make_small(bench)
+    waiting = range(1_000_000, 1_000_000 + 1000)
+    bench.tier.has(*waiting, answer=None)
+    bench.manager.orders.give(PrefetchOrder("warm", keys(*waiting), bench.clock() + 60.0, chain=OldChain(1)))
+    bench.step()
+    wanted = range(2_000_000, 2_000_000 + LEAST)
+    bench.tier.present.update(dict.fromkeys(keys(*wanted), True))
+    order = give(bench, *wanted)
+    end_all(bench)
+    assert counted(order) == {"in_memory": LEAST}
+
+
+def test_a_load_that_two_orders_wait_for_counts_though_the_first_is_ended(bench: Bench) -> None:
+    bench.tier.has(1, 2)
+    first = give(bench, 1, 2)
+    bench.step()
+    second = give(bench, 1, 2)
+    bench.step()
+    bench.manager.orders.drop(first.name)
+    end_all(bench)
+    assert counted(second) == {"in_memory": 2}
+    assert outcome(bench, "unused") == 0
+    use(bench, [1, 2])
+    assert outcome(bench, "used") == 2
 
 
 def test_a_request_that_comes_before_its_order_leaves_nothing_to_hold(bench: Bench) -> None:

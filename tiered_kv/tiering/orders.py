@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final
 
 from tiered_kv.base import OffloadKey, ReqContext
@@ -94,12 +94,10 @@ class PrefetchOrders:
         self._filling: dict[PrefetchOrder, None] = {}  # orders that fill memory
         self._loading: dict[PrefetchOrder, None] = {}  # with blocks that are being loaded
         self._loading_blocks = 0  # of all orders
-        self._jobs: dict[GuardedTier, tuple[int, int]] = {}
-        """The size of each tier's last job of orders, and the step in which it began."""
+        self._jobs: dict[GuardedTier, tuple[int, int]] = {}  # each tier's last job: its size, and its step
         self._step = 0
         self._check_s = 0.0  # when the ends of orders are looked for
-        self._held: dict[OffloadKey, list[PrefetchOrder]] = {}
-        """The orders that hold each block, the oldest block first."""
+        self._held: dict[OffloadKey, list[PrefetchOrder]] = {}  # that hold each block, the oldest block first
         self._is_loading = False  # whether an order takes a row now: no other order gives way to it
         self._cost = EngineCost()  # infinite: a load is worth its wait, since nobody waits for it
         promotions.give_way = rows.give_way = self._give_way
@@ -136,7 +134,7 @@ class PrefetchOrders:
                 self._end(order, is_in_vain=True)
         for order in list(self._loading):
             self._note_loads(order, self._orders[order])
-        self._ask_some()
+        self._ask_some(now_s)
         has_room = self._load()
         for order in [each for each in self._filling if len(each.phases) == len(each.keys)]:
             self._end(order)
@@ -191,10 +189,10 @@ class PrefetchOrders:
             self.warmed["present"] += counts["used"]
             self.warmed["absent"] += counts["absent"] + counts["coming"]
             self.warmed["refused"] += counts["refused"]
-        for key in order.loading:  # its load ends, and no order holds the block
-            self.budget.let_go(key, is_in_vain=is_in_vain)
         self._loading_blocks -= len(order.loading)
         self._loading.pop(order, None)
+        for key in order.loading.difference(*(each.loading for each in self._loading)):  # no order will hold the block
+            self.budget.let_go(key, is_in_vain=is_in_vain)
         self._queued.pop(order, None)
         for waiting in self._found.values():
             waiting.pop(order, None)
@@ -221,10 +219,12 @@ class PrefetchOrders:
             order.phases[key] = phase
             self._promotions.release(self._orders[order], (key,))
 
-    def _ask_some(self) -> None:
-        # While requests use few of the loaded blocks, one order at a time is looked up: those that end before it is
-        # their turn have cost nothing.
-        while self._queued and not (self.budget.is_small and (self._asking or self._found)):
+    def _ask_some(self, now_s: float) -> None:
+        # While requests use few of the loaded blocks, one order has a turn at a time; one that fills memory has none.
+        while self._queued:
+            waiting = (each for each in chain(self._asking, *self._found.values()) if each.chain is None)
+            if self.budget.is_small and not self.budget.take_turn(now_s, is_free=not any(waiting)):
+                break
             order = next(self._in_turn(self._queued))
             del self._queued[order]
             self._asking.append(order)

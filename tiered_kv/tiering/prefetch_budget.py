@@ -3,7 +3,8 @@
 `PrefetchOrders` (`tiering/orders.py`) owns it, on the manager's thread; other threads read `outcomes` and
 `blocks_max`. A load that no request uses takes time of a disk and a processor from requests. So orders may load fewer
 blocks while few of the loaded ones are used. What must stay true: while a third or more are used, orders may load
-all that the setting `prefetch_budget` allows; and always some, which show when requests use them again.
+all that the setting `prefetch_budget` allows; and always some, which show when requests use them again. So a useless
+order that holds all that may be loaded keeps the newest one waiting for `PROBE_S` at most.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ loaded blocks go unused, and doubles each time that all are used."""
 LEAST_SHARE: Final = 32
 """It keeps one block in so many of the setting's, but at least `LEAST_BLOCKS`."""
 LEAST_BLOCKS: Final = 4
+PROBE_S: Final = 2.0
+"""If no order has begun its turn for so long, in seconds, the newest one's begins: it may load the least beside what is
+held. At the least limit, useless ones that a router wants for a minute, the longest, fill no setting of 128 blocks."""
 
 
 class PrefetchBudget:
@@ -39,6 +43,8 @@ class PrefetchBudget:
         as a whole budget of unused blocks takes: so a third that is used, before the rest or after it, is enough."""
         self._begun: set[OffloadKey] = set()  # their loads have begun, and not ended
         self._loaded: set[OffloadKey] = set()  # and these are held
+        self._probe_s = 0.0  # when an order may load beside the limit
+        self._probe_blocks = 0  # that it may still load so
 
     @property
     def blocks_max(self) -> int:
@@ -48,15 +54,33 @@ class PrefetchBudget:
     @property
     def is_full(self) -> bool:
         """Whether no further load may begin now."""
-        return len(self._begun) + len(self._loaded) >= self.blocks_max
+        return self._is_over and not self._probe_blocks
 
     @property
     def is_small(self) -> bool:
         """Whether the limit is below half of the setting's."""
         return 2 * self.blocks_max < self._setting()
 
+    def take_turn(self, now_s: float, *, is_free: bool) -> bool:
+        """Return whether the newest order is looked up now, while the limit is small.
+
+        The others wait: those that end before it is their turn have cost nothing.
+
+        Args:
+            now_s: The time.
+            is_free: Whether no order that was looked up before has blocks to load.
+        """
+        if not (is_free and not self._is_over):
+            if now_s < self._probe_s:
+                return False
+            self._probe_blocks = self._least
+        self._probe_s = now_s + PROBE_S
+        return True
+
     def begin(self, key: OffloadKey) -> None:
         """Note that the load of a block begins."""
+        if self._is_over:
+            self._probe_blocks = max(0, self._probe_blocks - 1)
         self._begun.add(key)
 
     def arrive(self, key: OffloadKey) -> None:
@@ -90,6 +114,13 @@ class PrefetchBudget:
                 self._withheld = min(self._withheld + UNUSED_COST, self._withheld_max)
 
     @property
+    def _is_over(self) -> bool:
+        return len(self._begun) + len(self._loaded) >= self.blocks_max
+
+    @property
+    def _least(self) -> int:
+        return max(LEAST_BLOCKS, self._setting() // LEAST_SHARE)
+
+    @property
     def _withheld_max(self) -> int:
-        setting = self._setting()
-        return max(0, setting - max(LEAST_BLOCKS, setting // LEAST_SHARE))
+        return max(0, self._setting() - self._least)
