@@ -4,7 +4,7 @@ The store starts it and stops it. A store that finds no free segment wakes it. T
 
 - It keeps `FREE_SEGMENTS` free while it can, and never exceeds the capacity.
 - It reclaims no pinned segment. A block is moved, or it leaves the index, before its segment gets a new header.
-- It moves at most a quarter of a segment, which limits the extra writes.
+- It moves at most a quarter of a segment, with tenants' shares half of it, which limits the extra writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tiered_kv.system.threads import start_thread
 from tiered_kv.toolkit.small_files import has_name, told
 from tiered_kv_nvme.disk import StoreCounters
 from tiered_kv_nvme.index import place_of
-from tiered_kv_nvme.layout import SegmentEntry
+from tiered_kv_nvme.layout import PAGE_BYTES, SegmentEntry
 from tiered_kv_nvme.pool import CHUNK_KEYS, PAUSE_S, SegmentPool
 from tiered_kv_nvme.probe import DiskProbe
 from tiered_kv_nvme.reader import BlockReader, neighbours
@@ -329,10 +329,16 @@ def _as_stored(moving: Sequence[tuple[memoryview, SegmentEntry]]) -> Payloads:
 
 
 def survivors(pool: SegmentPool, segment: Segment) -> Iterator[list[int]]:
-    """Yield the ordinals of the blocks to move when a segment is reclaimed, neighbours together."""
+    """Yield the ordinals of the blocks to move when a segment is reclaimed, neighbours together.
+
+    What moves from two segments fits into one, with its batches' headers: else no room would be gained.
+    """
     table = segment.table
-    chosen = _within(pool, segment, protected_blocks(segment, pool.worth), int(segment.segment_bytes * MOVED_SHARE_MAX))
-    best, budget_bytes = pool.worth.movable(table), int(segment.segment_bytes * RELOCATED_SHARE_MAX)
+    room_bytes = segment.segment_bytes - PAGE_BYTES - table.table_bytes() - PAGE_BYTES
+    moved_bytes_max = min(int(segment.segment_bytes * MOVED_SHARE_MAX), room_bytes // 2 - 2 * PAGE_BYTES)
+    chosen = _within(pool, segment, protected_blocks(segment, pool.worth), moved_bytes_max)
+    budget_bytes = min(int(segment.segment_bytes * RELOCATED_SHARE_MAX), moved_bytes_max)
+    best = pool.worth.movable(table)
     if chosen:
         is_chosen = set(chosen)
         best = [ordinal for ordinal in best if ordinal not in is_chosen]

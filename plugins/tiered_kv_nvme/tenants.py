@@ -135,8 +135,14 @@ class SegmentShares:
         parts = [sum(kept.values()) / each.segment_bytes for kept, each in zip(protected, segments, strict=True)]
         fit = {each for part, each in zip(parts, segments, strict=True) if part <= PROTECTED_SHARE_MAX}
         segment = self._first(fit or {segments[parts.index(min(parts))]}, segments, worth)
-        segment.protected = protected[segments.index(segment)]
+        kept = protected[segments.index(segment)]
+        # If not all of it may move, that of tenants far below their shares does.
+        segment.protected = {number: kept[number] for number in sorted(kept, key=self._part_held)}
         return segment
+
+    def _part_held(self, number: int) -> float:
+        tenant = self._tenant(number)
+        return tenant.held / max(tenant.share, 1.0)
 
     def _first(self, fit: Set[Segment], segments: Sequence[Segment], worth: Worth) -> Segment:
         """Return the one of some segments whose loss costs least. A ranking of all serves as often as `Worth.least`."""

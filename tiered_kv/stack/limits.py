@@ -204,7 +204,7 @@ def _sharing(stack: Observed) -> dict[str, TenantLimits]:
     if not (sharing := stack.manager.tenant_limits()):
         raise ConfigError(
             "the stack has no shares: add 'limits: {}' to its file, for the primary tier, or to the entry of a memory "
-            "tier, and open it anew",
+            "or nvme tier, and open it anew",
             location="limits",
         )
     return sharing

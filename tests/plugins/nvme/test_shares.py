@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -172,6 +173,28 @@ def test_tenants_that_store_alike_have_alike_and_move_little() -> None:
             store_in(keys, tenant, range(number, number + 1))
     assert all(170 < sum(here(keys, tenant, range(100))) < 260 for tenant in "abcd")
     assert keys.moved_blocks < MOVED_SHARE_MAX * keys.written_blocks
+
+
+def test_among_many_tenants_at_their_shares_one_that_is_below_keeps_its_blocks() -> None:
+    others, blocks = 80, 64 * 60
+    entry = {"path": "unused", "capacity": 64 * (284 << 10), "segment": 280 << 10}
+    settings = NvmeSettings.model_validate({**entry, "limits": {"default": f"{4 * blocks // (others + 1)}KiB"}})
+    keys, chance = NvmeKeys(settings, 4096, lambda: 0.0), random.Random(1)
+    quiet = {blocks // 20: range(1), blocks // 10: range(1, 2)}  # in all 20 blocks: less than half of its share
+    for number in range(3 * blocks // 10):
+        store_in(keys, "quiet", quiet.get(number, range(0)))
+        store_in(keys, f"other-{chance.randrange(others)}", range(number, number + 1))
+    assert here(keys, "quiet", range(2)) == [10, 10]
+
+
+def test_segments_of_two_blocks_gain_room(bench: StoreBench) -> None:
+    """Two batches of one block do not fit into such a segment: a block that moves would take all of another."""
+    bench.block_bytes, bench.segment_bytes, bench.capacity_bytes = 64 << 10, 144 << 10, 1250 << 10
+    store = opened(bench, {"default": "25%"})
+    for number in range(40):
+        keys = make_keys(1 + number % 5, f"{number}")
+        assert bench.put(store, keys, tenant=f"tenant-{number % 5}").successful_keys in (None, keys)
+    bench.wait_until_ready(store)
 
 
 def test_after_a_reset_the_shares_count_from_nothing(bench: StoreBench) -> None:
