@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show the shares of tenants in a running stack and what each tenant holds, or change a share. A change counts "
         "from the next store on, and goes before the stack's file until it is taken back. The stack, or the entry "
-        "of a memory or nvme tier, needs 'limits'; and the stack metrics: {listen: ADDRESS}."
+        "of a tier that gives shares, needs 'limits'; and the stack metrics: {listen: ADDRESS}."
     )
     parser.add_argument("stack", metavar="ADDRESS|STACK", help="http://HOST:PORT, or the file, whose token is sent")
     parser.add_argument("tenant", metavar="TENANT", nargs="?", help="whose share changes; 'default' for all others")
@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         ("tiered-kv limit http://127.0.0.1:9464", "the shares, and what each tenant holds"),
         ("tiered-kv limit http://127.0.0.1:9464 team-a 300GiB", "change a share"),
-        ("tiered-kv limit http://127.0.0.1:9464 team-a 1TiB --tier nvme", "in the tier of this name"),
+        ("tiered-kv limit http://127.0.0.1:9464 team-a 1TiB --tier NAME", "in the tier of this name"),
         ("tiered-kv limit stack.yaml team-a --take-back", "let the stack's file count again"),
         found="TENANT has no limit of its own, and has made no request",
     )

@@ -203,8 +203,8 @@ def _sharing(stack: Observed) -> dict[str, TenantLimits]:
     """Return the limits of each tier that has shares."""
     if not (sharing := stack.manager.tenant_limits()):
         raise ConfigError(
-            "the stack has no shares: add 'limits: {}' to its file, for the primary tier, or to the entry of a memory "
-            "or nvme tier, and open it anew",
+            "the stack has no shares: add 'limits: {}' to its file, for the primary tier, or to the entry of a tier "
+            "that gives shares, and open it anew",
             location="limits",
         )
     return sharing
