@@ -4,7 +4,7 @@ The store starts it and stops it. A store that finds no free segment wakes it. T
 
 - It keeps `FREE_SEGMENTS` free while it can, and never exceeds the capacity.
 - It reclaims no pinned segment. A block is moved, or it leaves the index, before its segment gets a new header.
-- It moves at most a quarter of a segment, with tenants' shares half of it, which limits the extra writes.
+- It moves at most a quarter of a segment, with shares at most half of a segment, which limits the extra writes.
 """
 
 from __future__ import annotations
