@@ -14,9 +14,13 @@ from tests.support.event_subscriber import Subscriber
 from tests.support.host_server import keys_of, serving, stack_of
 from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.errors import ConfigError, ResourceError
+from tiered_kv.server import protocol
 from tiered_kv.server.served_stack import ServedStack
+from tiered_kv.server.session import Session
+from tiered_kv.server.session_request import SessionRequest
 from tiered_kv.stack.exporters.metrics import series_of
 from tiered_kv.testing.control import wait_until
+from tiered_kv.tiering.interface import CalledManager
 
 KEYS = keys_of(40)
 
@@ -100,8 +104,12 @@ def test_a_fast_engine_computes_what_a_slow_one_loads(tmp_path: Path, asks_first
         ordered = sorted(engines, key=lambda name: name != asks_first)
         for name in ordered:  # of absent blocks, to say what computing costs
             engine, context = engines[name], engines[name].begin()
+            has_told = threading.Event()
+            served.server.call_soon(partial(has_told.wait, 20))  # an engine that has its answer says nothing
             engine.manager.prefetch(keys_of(2, first=9000), context)
             engine.manager.expect(2, context)
+            engine.manager.on_schedule_end()
+            has_told.set()
             engine.look_up(keys_of(2, first=9000), context)
             engine.end(context)
         wanted = {"fast": KEYS[:8], "slow": KEYS[8:16]}
@@ -210,6 +218,45 @@ def test_a_request_after_a_pause_of_the_engine_waits_for_its_answer(tmp_path: Pa
         is_over.set()
         assert answer is None
         assert engine.load(KEYS, context) == len(KEYS)
+
+
+def misses_of(manager: CalledManager) -> int:
+    return int(manager.counters()["cpu"]["blocks_total"].get("miss", 0))
+
+
+def test_an_answer_that_came_within_the_step_is_taken_in_it(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        context, link = engine.begin(), engine.manager.link
+        assert link is not None
+        engine.step_until(lambda: not link.asked)
+        engine.manager.prefetch(KEYS, context)
+        wait_until(lambda: link.channel.is_readable)
+        engine.manager.expect(len(KEYS), context)
+        assert engine.manager.lookup_many(KEYS, context) == [False] * len(KEYS)
+
+
+@pytest.mark.parametrize("stored", [0, 8])
+def test_a_prompt_that_no_tier_has_gets_one_answer_and_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: int
+) -> None:
+    nvme = {"type": "nvme", "path": str(tmp_path / "nvme"), "capacity": "64MiB"}
+    with serving(tmp_path, stack_of(secondary=[nvme])) as served:
+        served.engine().store(KEYS[:stored])
+        engine = served.engine()
+        context, answers = engine.begin(), list[int]()
+        tell = Session._tell
+
+        def counted(self: Session, request: SessionRequest, first: int) -> None:
+            answers.append(request.codes.count(protocol.WAITING))
+            tell(self, request, first)
+
+        monkeypatch.setattr(Session, "_tell", counted)
+        engine.manager.prefetch(KEYS, context)
+        assert engine.look_up(KEYS, context) == stored
+        assert answers == [0]
+        engine.end(context)
+        wait_until(lambda: served.count(lambda host: misses_of(host.manager)) == 1)
 
 
 def test_stores_that_find_no_rows_in_one_step_find_them_together(tmp_path: Path) -> None:

@@ -167,7 +167,11 @@ class AttachedManager(CacheManager):
 
     def expect(self, blocks: int, req_context: ReqContext, *, before: int = 0, is_whole: bool = False) -> None:
         request = self._requests.get(req_context.req_id)
-        if request is None or not request.is_ahead or request.link is None or request.link is not self.link:
+        if request is None or not request.is_ahead:
+            return
+        if request.waits_for_answer:
+            self.poll()  # it has mostly come since the request arrived: else the request would wait for a step
+        if request.link is None or request.link is not self.link:
             return
         request.is_ahead = False
         if protocol.WAITING in request.rows.values() or request.waits_for_answer:

@@ -24,6 +24,7 @@ from tiered_kv.server.questions import Questions
 from tiered_kv.server.served_stack import KEYS_ALL_MAX, KEYS_MAX, REQUESTS_ALL_MAX, REQUESTS_MAX, ServedStack
 from tiered_kv.server.session_request import SessionRequest, params_of
 from tiered_kv.tiering.pace import EngineCost
+from tiered_kv.tiering.prefetch import PREFETCH_KEYS
 
 ASKED_AGAIN_MAX = 512
 """Limit of the keys that a session looks up again in a step, since a tier may have answered meanwhile."""
@@ -283,7 +284,9 @@ class Session:
     def _lease_ready(self, request: SessionRequest, *, ends_at_miss: bool = False) -> None:
         """Lease the ready blocks at the head of a request that waits in the engine's queue.
 
-        `ends_at_miss` says that no tier promotes the blocks behind the ready ones. Then a miss ends the prefix.
+        `ends_at_miss` says that no tier promotes the blocks behind the ready ones. Then a miss ends the prefix. So it
+        does where all tiers say at once that they lack the block: a new prompt waits for no step, neither ours nor the
+        engine's.
         """
         codes, first, index = request.codes, request.answered, self.host.index
         if request.epoch != self.host.epoch or request.context.kv_transfer_params:  # the request may skip loads
@@ -300,7 +303,7 @@ class Session:
             rows.extend(self._ready_rows(request.keys[indexed:last]))
         end = first + len(rows)
         codes[first:end] = rows
-        if ends_at_miss and end < last:
+        if end < last and (ends_at_miss or self._seems_absent(request, end)):
             primary = self.host.manager.primary
             for row in rows:
                 primary.table.step[row] = primary.step  # promoting the next one evicts none of these
@@ -309,6 +312,14 @@ class Session:
         self._answer(request, rows)
         if indexed < end:
             index.note(request.keys[first:end], rows)
+
+    def _seems_absent(self, request: SessionRequest, index: int) -> bool:
+        """Return whether all tiers say at once that they lack a block."""
+        contains_many, context = self.host.manager.contains_many, request.context
+        (answer,) = contains_many(request.keys[index : index + 1], context)
+        if answer is None:  # a tier asks its server: in the same round trip for what the prefetch will ask
+            contains_many(request.keys[index + 1 : index + PREFETCH_KEYS], context)
+        return answer is False
 
     def _ready_rows(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the rows of the ready blocks at the head of a prefix."""
