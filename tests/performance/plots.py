@@ -1,9 +1,10 @@
-"""The plots of docs/explanation: what a server gains, and hit rates by workload and size.
+"""The plots of docs/explanation: what a server gains, what grows with the blocks, and hit rates by workload and size.
 
     python tests/performance/plots.py gains docs/explanation/performance.md docs/explanation/gains.svg
+    python tests/performance/plots.py growth docs/explanation/performance.md docs/explanation/growth.svg
     python tests/performance/plots.py hits RESULTS.jsonl docs/explanation/hit-rates.svg
 
-The data of `gains` is the page's first table: change it there, and run this again. That of `hits` is what
+The data of `gains` and `growth` are tables of the page: change them there, and run this again. That of `hits` is what
 `policy_hits.py` prints. It needs matplotlib (extra `report`). Colours are of a middle brightness: they show on a light
 page and on a dark one.
 """
@@ -48,6 +49,10 @@ MEASURES: dict[str, dict[str, Any]] = {
 }
 LINED = "paced"
 """The engine whose points are joined; a point of another engine stands alone, with its name."""
+BUILDS: dict[str, dict[str, Any]] = {
+    "86162300": {"color": GREY, "linestyle": "--", "marker": "^"},
+    "now": {"color": "#4a86d8", "linestyle": "-", "marker": "o"},
+}
 POLICIES: dict[str, dict[str, Any]] = {
     "bound": {"color": GREY, "linestyle": ":"},
     "s3fifo": {"color": "#2f9e6e", "linestyle": "-.", "marker": "^"},
@@ -59,7 +64,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def gains(page: str) -> Figure:
     """Return a line for each measure over the rates of the disk; runs are averaged."""
-    rows = table_of(page)
+    rows = table_of(page, "disk")
     figure = Figure(figsize=(7.2, 3.3), layout="constrained")
     axes = figure.add_subplot()
     axes.axhline(1, color=GREY, linewidth=1)
@@ -83,11 +88,38 @@ def gains(page: str) -> Figure:
     return figure
 
 
-def table_of(page: str) -> list[dict[str, str]]:
-    """Return the rows of the first table of a page, each by its head."""
-    lines = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)[0].splitlines()
-    heads, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
-    return [dict(zip(heads, row, strict=True)) for row in rows]
+def table_of(page: str, head: str) -> list[dict[str, str]]:
+    """Return the rows of the first table of a page with a column `head`, each by its heads."""
+    for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
+        heads, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+        if head in heads:
+            return [dict(zip(heads, row, strict=True)) for row in rows]
+    raise ValueError(f"the page has no table with a column {head!r}")
+
+
+def growth(page: str) -> Figure:
+    """Return axes for each measure: a line for each build over the numbers of blocks."""
+    rows = table_of(page, "build")
+    measures = list(dict.fromkeys(row["what"] for row in rows))
+    figure = Figure(figsize=(8.4, 2.1 * -(-len(measures) // COLUMNS) + 0.5), layout="constrained")
+    for index, measure in enumerate(measures):
+        axes = figure.add_subplot(-(-len(measures) // COLUMNS), COLUMNS, index + 1)
+        for row in (each for each in rows if each["what"] == measure):
+            points = {
+                int(name.replace(",", "")): float(cell.replace(",", ""))
+                for name, cell in row.items()
+                if name not in ("what", "build") and cell
+            }
+            axes.plot([*points], [*points.values()], label=row["build"], markersize=4, **BUILDS[row["build"]])
+        axes.set_title(measure, fontsize=9)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.grid(visible=True)
+        if index == 0:
+            handles = axes.get_legend_handles_labels()
+    figure.supxlabel("blocks", fontsize=9)
+    figure.legend(*handles, loc="outside upper center", ncols=len(BUILDS), frameon=False)
+    return figure
 
 
 def hits(lines: str) -> Figure:
@@ -122,7 +154,7 @@ def over_sizes(axes: Any, ticks: list[Any], names: list[str]) -> None:
     axes.grid(visible=True)
 
 
-PLOTS: dict[str, Callable[[str], Figure]] = {"gains": gains, "hits": hits}
+PLOTS: dict[str, Callable[[str], Figure]] = {"gains": gains, "growth": growth, "hits": hits}
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
 
 One program fills the rows of `tiered-kv serve`, twice, so that the second half evicts. Another one asks for an absent
 block meanwhile, every 5 ms: `ping`. The memory is the server's own, without the rows. With `--base`, the script
-measures another build too, in turn with this one, and prints medians of both sides, their ratio, and this side's spread.
+measures another build too, in turn with this one, and prints both sides' medians, their ratio, and this side's spread.
 """
 
 from __future__ import annotations

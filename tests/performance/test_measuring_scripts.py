@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.performance.policy_hits import WORKLOADS
+from tests.performance.served_rows import UNITS
 from tiered_kv.workload.request import ChatWorkload
 
 HERE = Path(__file__).parent
@@ -120,7 +121,7 @@ def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "results").write_text(json.dumps({"workload": "chats", "blocks": 500, **dict.fromkeys(POLICIES, 0.5)}))
     page = HERE.parents[1] / "docs" / "explanation" / "performance.md"
-    for plot, data in (("gains", page), ("hits", tmp_path / "results")):
+    for plot, data in (("gains", page), ("growth", page), ("hits", tmp_path / "results")):
         svg = tmp_path / f"{plot}.svg"
         subprocess.run([sys.executable, str(HERE / "plots.py"), plot, str(data), str(svg)], check=True, timeout=120)
         assert "<svg" in svg.read_text()
@@ -150,3 +151,16 @@ def test_a_host_s_cache_beside_a_stack(tmp_path: Path) -> None:
     for name in ("host_store_gb_per_s", "own_load_gb_per_s"):
         assert printed[name] > 0
     assert printed["busy_over_idle_p99"]["median"] > 0
+
+
+def test_what_a_server_takes_for_many_blocks() -> None:
+    command = [sys.executable, str(HERE / "served_rows.py"), "--rows", "2048", "--rounds", "1"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    figures = {
+        name: float(line.partition(name)[2].split()[0])
+        for name in UNITS.values()
+        for line in printed.splitlines()
+        if name in line
+    }
+    assert figures.keys() == set(UNITS.values())
+    assert min(figures.values()) > 0
