@@ -10,8 +10,10 @@ nothing, and reserves nothing that is free.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from typing import Any, Final, Generic, TypeVar
 
 from tiered_kv.config.limits import DEFAULT_TENANT, TenantLimits, limit_bytes
@@ -129,28 +131,31 @@ class Shares(Generic[T]):
         part = max(self._total + incoming - count, 0) / self._units
         used: dict[T, int] = {}
         shares: dict[T, float] = {}
-        over: dict[T, float] = {}
+        over: list[tuple[float, int, T]] = []  # a heap: the one that holds most of its share is first
+        orders = itertools.count()  # of equal ones the first, which is the one that waits longest
         near = self._near if asking is None else {**self._near, asking: None}
         for tenant in near if part >= _NEAR else self._tenants.values():
             held, share = tenant.held, tenant.share * part
             if tenant is asking:
                 held += incoming
             if held > share:
-                used[tenant], shares[tenant], over[tenant] = held, share, held / max(share, 0.5)
+                used[tenant], shares[tenant] = held, share
+                over.append((-held / max(share, 0.5), next(orders), tenant))
+        heapify(over)
         least = max(1, count // _ROUNDS_MAX)
         while count > 0 and over:
-            tenant = max(over, key=over.__getitem__)
-            ratio = over.pop(tenant)
+            negative_ratio, _, tenant = heappop(over)
             share = shares[tenant]
             excess = math.ceil(used[tenant] - share)
-            until_next = math.ceil(used[tenant] - max(over.values(), default=0.0) * max(share, 0.5))
+            next_ratio = -over[0][0] if over else 0.0
+            until_next = math.ceil(used[tenant] - next_ratio * max(share, 0.5))
             taken = take(tenant, min(count, excess, max(until_next, least)))
             if not taken:
                 continue
             count -= taken
             used[tenant] -= taken
             if used[tenant] > share:
-                over[tenant] = min(ratio, used[tenant] / max(share, 0.5))
+                heappush(over, (max(negative_ratio, -used[tenant] / max(share, 0.5)), next(orders), tenant))
         return max(count, 0)
 
     def _count_changes(self) -> None:
