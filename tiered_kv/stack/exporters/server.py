@@ -111,7 +111,7 @@ def _namespace_of(query: Query) -> str:
 def _chosen(found: Mapping[str, Observed], start: str) -> Observed:
     fitting = [stack for digest, stack in found.items() if digest.startswith(start)]
     if len(fitting) != 1:
-        digests = " ".join(digest[:_DIGEST_CHARACTERS] for digest in found) or "none yet, as no engine attached"
+        digests = " ".join(digest[:_DIGEST_CHARACTERS] for digest in found) or "none is open yet"
         raise ConfigError(f"namespace: expected the first characters of one of the open namespaces: {digests}")
     return fitting[0]
 
