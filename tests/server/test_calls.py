@@ -14,6 +14,7 @@ import tiered_kv
 from tests.support.host_server import BLOCK_BYTES, WAIT_S, serving, stack_of
 from tiered_kv.server import connect, protocol
 from tiered_kv.stack import facade
+from tiered_kv.tiering.many_lookups import ManyLookups
 
 
 def test_a_call_has_no_limit_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +59,24 @@ def test_a_put_counts_what_is_then_found(tmp_path: Path) -> None:
         put = cache.put(hashes, np.zeros((64, BLOCK_BYTES), np.uint8), timeout=WAIT_S)
         assert put == cache.contains(hashes, WAIT_S) == len(cache.get(hashes, timeout=WAIT_S))
         assert put >= 64 - 16  # rows that were granted in advance have no block
+
+
+def test_a_server_finds_the_blocks_that_a_put_has_stored_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up, look_up = list[int](), ManyLookups.contains_many
+
+    def looking_up(self: Any, keys: Any, context: Any) -> Any:  # Any: as `contains_many`
+        looked_up.append(len(keys))
+        return look_up(self, keys, context)
+
+    monkeypatch.setattr(ManyLookups, "contains_many", looking_up)
+    hashes = [b"%d" % number for number in range(1000, 1600)]
+    with serving(tmp_path, stack_of(1024)) as served, tiered_kv.connect(served.address) as cache:
+        assert cache.put(hashes, np.zeros((600, BLOCK_BYTES), np.uint8), timeout=WAIT_S) == 600
+        assert not looked_up
+        assert cache.contains([*hashes[:3], b"9999"], WAIT_S) == 3
+        assert looked_up == [4]
 
 
 def test_a_put_whose_time_is_over_counts_what_it_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

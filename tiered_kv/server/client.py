@@ -366,8 +366,8 @@ class AttachedManager(CacheManager):
 
     # The state of requests.
 
-    def _wait(self, request: AttachedRequest) -> bool | None:
-        """Return the answer for a block that may come: None, or False once the request has waited too long."""
+    def _wait(self, request: AttachedRequest, blocks: int = 1) -> bool | None:
+        """Return the answer for blocks that may come: None, or False once the request has waited too long."""
         link = self.link
         if link is None or self.server.is_silent:
             return False
@@ -378,7 +378,7 @@ class AttachedManager(CacheManager):
         is_unbounded = self.callers_have_timeouts and not request.waits_for_answer
         if is_unbounded or self._now_s - request.asked_s <= limit_s:
             return None
-        self._counts.late_blocks += 1
+        self._counts.late_blocks += blocks
         return False
 
     def _end_if_over(self, request: AttachedRequest) -> None:

@@ -144,7 +144,12 @@ class ProgramManager(AttachedManager, CalledManager):
             request.asked_s, request.waits_for_answer = self._clock(), False
         if self.link is None:  # the connection was lost while messages were sent
             return [False] * len(keys)
-        return [request.stored[key] if request.stored[key] is not None else self._wait(request) for key in keys]
+        answers = [request.stored[key] for key in keys]
+        unknown = answers.count(None)
+        if unknown:
+            answer = self._wait(request, unknown)
+            answers = [answer if each is None else each for each in answers]
+        return answers
 
     def stores_nothing_of(self, req_context: ReqContext) -> bool:
         """Return whether no block of a request is stored now: the server is away, or the request stores no block."""
