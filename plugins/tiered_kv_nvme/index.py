@@ -10,7 +10,7 @@ here, 40 in the segment's table. No block is an object that the garbage collecto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from tiered_kv.base import OffloadKey
@@ -37,22 +37,34 @@ def ordinal_of(place: int) -> int:
 
 
 class Answers(dict[OffloadKey, bool]):
-    """Whether the index has a block, kept from the first question to the next change of the index.
+    """Whether the index has a block, kept from the first question until the block is added or removed.
 
     An engine asks for its waiting requests in each step, and a dictionary answers faster than the table. Only the
-    scheduler's thread asks. It takes the present `answers` first, so an answer from before a change goes with them.
+    scheduler's thread asks, without a lock. So it may keep an answer that a worker has just made wrong: then `changes`
+    tells it to forget that one.
     """
 
-    __slots__ = ("_places",)
+    __slots__ = ("_places", "changes")
 
     def __init__(self, places: KeyTable) -> None:
         self._places = places
+        self.changes = 0
+        """How often `forget` was called, after changes of the index."""
 
     def __missing__(self, key: OffloadKey) -> bool:
         if len(self) >= ANSWERS_MAX:
             self.clear()
+        changes = self.changes
         answer = self[key] = key in self._places
+        if self.changes != changes:
+            self.pop(key, None)
         return answer
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Locked. Forget the answers for blocks that have been added or removed."""
+        self.changes += 1  # first: an answer that is kept from now on is looked at again
+        for key in keys:
+            self.pop(key, None)
 
 
 class BlockIndex:
@@ -64,12 +76,12 @@ class BlockIndex:
     def use(self, places: KeyTable) -> None:
         """Locked. Replace the table."""
         self.places = places  # `clear` replaces it: do not keep a reference
-        self.answers = Answers(places)  # replaced after each change
+        self.answers = Answers(places)
 
     def add(self, keys: Sequence[OffloadKey], first_place: int) -> None:
         """Locked. Enter a batch's blocks; their places follow from `first_place`."""
         self.places.set_many(keys, range(first_place, first_place + len(keys)))
-        self.answers = Answers(self.places)
+        self.answers.forget(keys)
 
     def move(self, keys: Sequence[OffloadKey], first_place: int, old_places: Sequence[int]) -> None:
         """Locked. Enter the new places of those blocks that are still at their old ones."""
@@ -82,7 +94,7 @@ class BlockIndex:
         if self.places.get(key) != place:
             return False
         self.places.pop(key)
-        self.answers = Answers(self.places)
+        self.answers.forget((key,))
         return True
 
     def evict(self, segment: Segment, ordinals: range) -> tuple[list[int], list[OffloadKey]]:
@@ -94,9 +106,10 @@ class BlockIndex:
         else:
             hashes = table.hashes[ordinals.start : ordinals.stop].tolist()
             popped = self.places.pop_numbers(hashes, range(first, first + len(ordinals)))
-            self.answers = Answers(self.places)
-            if None not in popped:
-                return list(ordinals), [OffloadKey(key) for key in popped if key is not None]
+            gone = [OffloadKey(key) for key in popped if key is not None]
+            self.answers.forget(gone)
+            if len(gone) == len(ordinals):
+                return list(ordinals), gone
             found = [(at, OffloadKey(key)) for at, key in zip(ordinals, popped, strict=True) if key is not None]
         return [at for at, _ in found], [key for _, key in found]
 
