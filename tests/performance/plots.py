@@ -20,7 +20,7 @@ from typing import Any
 
 from matplotlib import style
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from tests.performance.bench import command_line
 
@@ -112,9 +112,18 @@ def growth(page: str) -> Figure:
             }
             axes.plot([*points], [*points.values()], label=row["build"], markersize=4, **BUILDS[row["build"]])
         axes.set_title(measure, fontsize=9)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.grid(visible=True)
+        sizes = [name for name in rows[0] if name not in ("what", "build")]
+        over_sizes(
+            axes,
+            [int(name.replace(",", "")) for name in sizes],
+            [name.replace(",000,000", "M").replace(",000", "k") for name in sizes],
+        )
+        if "memory" not in measure:
+            axes.set_yscale("log")
+            axes.autoscale(axis="y")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            axes.yaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_major_formatter("{x:g}")
         if index == 0:
             handles = axes.get_legend_handles_labels()
     figure.supxlabel("blocks", fontsize=9)
