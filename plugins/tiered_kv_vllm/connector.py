@@ -61,9 +61,9 @@ class TieredKVConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is n
         if self._gpu_is_outdated:
             self._tiered_kv.outdate(request.request_id)
             return
-        if not chooses_tiers and not request.skip_reading_prefix_cache:
-            self._tiered_kv.expect(request.request_id, self._prefix_of(request))  # first: the request waits for it
         self._tiered_kv.ask_known(request.request_id, partial(self._known_of, request, is_whole=chooses_tiers))
+        if not chooses_tiers and not request.skip_reading_prefix_cache:
+            self._tiered_kv.expect(request.request_id, self._prefix_of(request))
 
     def reset_cache(self) -> bool | None:
         """Forget every block in every tier; vLLM has reset its own prefix cache before, unless requests use it."""

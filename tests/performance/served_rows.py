@@ -92,7 +92,8 @@ def _filled(address: str, pid: int, rows: int) -> dict[str, float]:
             jobs = rows // JOB_BLOCKS
             before, began_s = own_memory_bytes(pid), time.perf_counter()
             for number in range(2 * jobs):
-                cache.put(keys_of(number * JOB_BLOCKS, JOB_BLOCKS), content, timeout=TIMEOUT_S)
+                stored = cache.put(keys_of(number * JOB_BLOCKS, JOB_BLOCKS), content, timeout=TIMEOUT_S)
+                assert stored == JOB_BLOCKS
             filled_s = time.perf_counter() - began_s
             pings = json.loads(pinging.communicate()[0])
         memory_bytes = own_memory_bytes(pid) - before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tiered_kv.server.session_request import SessionRequest
 from tiered_kv.stack.exporters.metrics import series_of
 from tiered_kv.testing.control import wait_until
 from tiered_kv.tiering.interface import CalledManager
+from tiered_kv.tiering.many_lookups import ManyLookups
 
 KEYS = keys_of(40)
 
@@ -104,12 +106,8 @@ def test_a_fast_engine_computes_what_a_slow_one_loads(tmp_path: Path, asks_first
         ordered = sorted(engines, key=lambda name: name != asks_first)
         for name in ordered:  # of absent blocks, to say what computing costs
             engine, context = engines[name], engines[name].begin()
-            has_told = threading.Event()
-            served.server.call_soon(partial(has_told.wait, 20))  # an engine that has its answer says nothing
             engine.manager.prefetch(keys_of(2, first=9000), context)
             engine.manager.expect(2, context)
-            engine.manager.on_schedule_end()
-            has_told.set()
             engine.look_up(keys_of(2, first=9000), context)
             engine.end(context)
         wanted = {"fast": KEYS[:8], "slow": KEYS[8:16]}
@@ -229,6 +227,7 @@ def test_an_answer_that_came_within_the_step_is_taken_in_it(tmp_path: Path) -> N
         engine = served.engine()
         context, link = engine.begin(), engine.manager.link
         assert link is not None
+        engine.manager.on_schedule_end()  # it asks for rows
         engine.step_until(lambda: not link.asked)
         engine.manager.prefetch(KEYS, context)
         wait_until(lambda: link.channel.is_readable)
@@ -257,6 +256,43 @@ def test_a_prompt_that_no_tier_has_gets_one_answer_and_is_counted(
         assert answers == [0]
         engine.end(context)
         wait_until(lambda: served.count(lambda host: misses_of(host.manager)) == 1)
+
+
+def test_a_tier_that_asks_its_server_is_asked_for_the_first_block_of_one_prompt_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[int]()
+
+    def asking(_: ManyLookups, keys: Sequence[OffloadKey], _context: ReqContext) -> list[bool | None]:
+        asked.append(len(keys))
+        return [None] * len(keys)
+
+    monkeypatch.setattr(ManyLookups, "contains_many", asking)
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        for first in (0, 100, 200):
+            context = engine.begin()
+            engine.manager.prefetch(keys_of(8, first), context)
+            assert engine.look_up(keys_of(8, first), context) == 0  # the prefetch finds that
+            engine.end(context)
+        assert asked == [1]
+
+
+def test_an_engine_tells_what_computing_costs_it_also_if_it_has_its_answer(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        engine = served.engine()
+        context, link = engine.begin(), engine.manager.link
+        assert link is not None
+        engine.manager.cost.block_s = 0.25
+        engine.manager.prefetch(KEYS, context)
+        engine.step_until(lambda: engine.manager.promoting(context) == 0)
+        engine.manager.expect(len(KEYS), context)
+        assert engine.manager.lookup_many(KEYS, context) == [False] * len(KEYS)
+        engine.step_until(lambda: served.count(told_cost) > 0)
+
+
+def told_cost(host: ServedStack) -> int:
+    return sum(session.cost.block_s == 0.25 for session in host.sessions.values())
 
 
 def test_stores_that_find_no_rows_in_one_step_find_them_together(tmp_path: Path) -> None:

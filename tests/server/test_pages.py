@@ -63,7 +63,7 @@ def test_probes_are_answered_before_an_engine_attaches(pages: StatusServer) -> N
     assert ask(pages, "/metrics") == (200, "")
     status, text = ask(pages, "/status")
     assert status == 400
-    assert "no engine attached" in text
+    assert "none is open yet" in text
 
 
 def test_one_namespace_has_the_pages_of_a_stack(namespaces: Namespaces, pages: StatusServer) -> None:

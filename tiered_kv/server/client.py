@@ -174,12 +174,15 @@ class AttachedManager(CacheManager):
         if request.link is None or request.link is not self.link:
             return
         request.is_ahead = False
-        if protocol.WAITING in request.rows.values() or request.waits_for_answer:
+        codes = request.rows.values()
+        waits = request.waits_for_answer or protocol.WAITING in codes
+        if waits or protocol.MISSING in codes:  # of an answer that is final it tells the cost, for later requests
             cost = self.cost
             seconds = (cost.block_s, cost.growth_s, cost.backlog_s, cost.notice_s)
             body = protocol.EXPECTED.pack(blocks, before, is_whole, cost.stalled, *seconds)
             self.server.send(protocol.EXPECT, request.number, body=body)
-            request.asked_s, request.waits_for_answer = self._clock(), True
+            if waits:
+                request.asked_s, request.waits_for_answer = self._clock(), True
 
     def promoting(self, req_context: ReqContext) -> int:
         request = self._requests.get(req_context.req_id)

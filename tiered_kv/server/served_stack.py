@@ -164,6 +164,8 @@ class ServedStack:
         self._slowest: HostSession | None = None
         """The session whose engine computes the slowest, as far as is known."""
         self._steps = 0
+        self.asks_again_s = 0.0
+        """When sessions may ask the tiers for the first block of a new prompt again, by `time.monotonic`."""
         self.requests = self.keys = self.leases = self.granted = 0
         """Requests of all sessions, their keys, and the rows that are leased and granted to them. `ended` has some."""
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)

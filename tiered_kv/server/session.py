@@ -11,6 +11,7 @@ The server's thread owns it. What must stay true:
 from __future__ import annotations
 
 import os
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,8 +25,9 @@ from tiered_kv.server.questions import Questions
 from tiered_kv.server.served_stack import KEYS_ALL_MAX, KEYS_MAX, REQUESTS_ALL_MAX, REQUESTS_MAX, ServedStack
 from tiered_kv.server.session_request import SessionRequest, params_of
 from tiered_kv.tiering.pace import EngineCost
-from tiered_kv.tiering.prefetch import PREFETCH_KEYS
 
+ASKS_AGAIN_S = 60.0
+"""After how many seconds a tier that did not answer at once may be asked for the first block of a new prompt again."""
 ASKED_AGAIN_MAX = 512
 """Limit of the keys that a session looks up again in a step, since a tier may have answered meanwhile."""
 
@@ -111,7 +113,7 @@ class Session:
         changed, self.changed = self.changed, {}
         for request in changed.values():
             if request.is_ahead:
-                self._lease_ready(request)
+                self._lease_ready(request, is_new=True)
                 known, request.prefetched = max(request.answered, request.prefetched), len(request.codes)
                 if known < len(request.codes):
                     self.host.manager.prefetch(request.keys[known:], request.context)
@@ -283,12 +285,12 @@ class Session:
                 codes[index] = protocol.MISSING  # later blocks may be of use: an engine asks for a window's end first
         self._answer(request, ready)
 
-    def _lease_ready(self, request: SessionRequest, *, ends_at_miss: bool = False) -> None:
+    def _lease_ready(self, request: SessionRequest, *, ends_at_miss: bool = False, is_new: bool = False) -> None:
         """Lease the ready blocks at the head of a request that waits in the engine's queue.
 
         `ends_at_miss` says that no tier promotes the blocks behind the ready ones. Then a miss ends the prefix. So it
-        does where all tiers say at once that they lack the block: a new prompt waits for no step, neither ours nor the
-        engine's.
+        does for keys that `is_new` says have just come, where all tiers say at once that they lack the block: a new
+        prompt waits for no step, neither ours nor the engine's.
         """
         codes, first, index = request.codes, request.answered, self.host.index
         if request.epoch != self.host.epoch or request.context.kv_transfer_params:  # the request may skip loads
@@ -305,7 +307,7 @@ class Session:
             rows.extend(self._ready_rows(request.keys[indexed:last]))
         end = first + len(rows)
         codes[first:end] = rows
-        if end < last and (ends_at_miss or self._seems_absent(request, end)):
+        if end < len(codes) and (ends_at_miss or (is_new and self._seems_absent(request, end))):
             primary = self.host.manager.primary
             for row in rows:
                 primary.table.step[row] = primary.step  # promoting the next one evicts none of these
@@ -316,11 +318,18 @@ class Session:
             index.note(request.keys[first:end], rows)
 
     def _seems_absent(self, request: SessionRequest, index: int) -> bool:
-        """Return whether all tiers say at once that they lack a block."""
-        contains_many, context = self.host.manager.contains_many, request.context
-        (answer,) = contains_many(request.keys[index : index + 1], context)
-        if answer is None:  # a tier asks its server: in the same round trip for what the prefetch will ask
-            contains_many(request.keys[index + 1 : index + PREFETCH_KEYS], context)
+        """Return whether all tiers say at once that they lack a block.
+
+        After a tier that has to ask its server no tier is asked for `ASKS_AGAIN_S`: the prefetch asks for many blocks
+        in one round trip.
+        """
+        now_s = time.monotonic()
+        if now_s < self.host.asks_again_s:
+            return False
+        self._introduce(request)
+        (answer,) = self.host.manager.contains_many(request.keys[index : index + 1], request.context)
+        if answer is None:
+            self.host.asks_again_s = now_s + ASKS_AGAIN_S
         return answer is False
 
     def _ready_rows(self, keys: Sequence[OffloadKey]) -> list[int]:

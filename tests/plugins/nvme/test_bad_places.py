@@ -145,7 +145,7 @@ def test_a_refused_write_changes_no_segment_that_could_not_be_read(bench: StoreB
     slots = range(len(bench.segments))
     disk = BadPlaces()
     disk.reads = [(slot, 0, PAGE_BYTES) for slot in slots]
-    store = bench.open_ready(disk)
+    store = bench.open_ready(disk, room_timeout_s=3.0)
     assert not any(store.contains(keys))
     disk.reads = []
     disk.writes = [(slot, *WHOLE) for slot in range(len(slots), 100)]
