@@ -307,7 +307,7 @@ class Session:
             rows.extend(self._ready_rows(request.keys[indexed:last]))
         end = first + len(rows)
         codes[first:end] = rows
-        if end < len(codes) and (ends_at_miss or (is_new and self._seems_absent(request, end))):
+        if (ends_at_miss and end < last) or (is_new and end < len(codes) and self._seems_absent(request, end)):
             primary = self.host.manager.primary
             for row in rows:
                 primary.table.step[row] = primary.step  # promoting the next one evicts none of these
