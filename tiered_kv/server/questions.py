@@ -1,4 +1,4 @@
-"""An engine's open questions: whether a tier has blocks, and when no job of a tier is in flight.
+"""Questions of engines: whether a tier has blocks, and when no job of a tier is in flight.
 
 Each `Session` owns a `Questions`, and calls it on the server's thread. An answer comes in a later step. A request gets
 its answers in the order of its questions. The number of open questions is bounded.
@@ -6,10 +6,11 @@ its answers in the order of its questions. The number of open questions is bound
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from tiered_kv.base import OffloadKey
+from tiered_kv.base import OffloadKey, ReqContext
 from tiered_kv.server.protocol import ProtocolError
 from tiered_kv.server.session_request import SessionRequest
 
@@ -19,6 +20,8 @@ KEYS_MAX: Final = 1 << 17
 """Limit of the keys in all open questions of one session."""
 KEYS_A_STEP: Final = 4096
 """A step asks the tiers the oldest questions, until these have so many keys. The others wait for a later step."""
+ASKS_AGAIN_S: Final = 60.0
+"""After how many seconds a tier that did not answer at once is asked again by `QuickTiers`."""
 
 
 class Questions:
@@ -77,3 +80,28 @@ class Questions:
 
     def _keep(self, left: list[tuple[SessionRequest, list[OffloadKey]]]) -> None:
         self._asked, self._keys = left, sum(len(keys) for _, keys in left)
+
+
+class QuickTiers:
+    """Says whether all tiers lack a block, as long as they answer at once.
+
+    After a tier that has to ask its server, none is asked for `ASKS_AGAIN_S`: the prefetch of a prompt asks for many
+    blocks in one round trip.
+
+    Args:
+        contains_many: See `CalledManager.contains_many`.
+    """
+
+    def __init__(self, contains_many: Callable[[Sequence[OffloadKey], ReqContext], list[bool | None]]) -> None:
+        self._contains_many = contains_many
+        self._asks_again_s = 0.0
+
+    def lack(self, key: OffloadKey, context: ReqContext) -> bool:
+        """Return whether all tiers have said that they lack a block. The manager knows the request of `context`."""
+        now_s = time.monotonic()
+        if now_s < self._asks_again_s:
+            return False
+        (answer,) = self._contains_many([key], context)
+        if answer is None:
+            self._asks_again_s = now_s + ASKS_AGAIN_S
+        return answer is False

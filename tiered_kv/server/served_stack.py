@@ -32,6 +32,7 @@ from tiered_kv.server.descriptors import needed_by
 from tiered_kv.server.ended import EndedRequests
 from tiered_kv.server.generations import Generations
 from tiered_kv.server.memory import HostRegion
+from tiered_kv.server.questions import QuickTiers
 from tiered_kv.server.reset_file import ResetFile
 from tiered_kv.server.session_request import RowIndex, SessionRequest
 from tiered_kv.stack.open import EngineStack
@@ -164,8 +165,7 @@ class ServedStack:
         self._slowest: HostSession | None = None
         """The session whose engine computes the slowest, as far as is known."""
         self._steps = 0
-        self.asks_again_s = 0.0
-        """When sessions may ask the tiers for the first block of a new prompt again, by `time.monotonic`."""
+        self.quick_tiers = QuickTiers(self.manager.contains_many)
         self.requests = self.keys = self.leases = self.granted = 0
         """Requests of all sessions, their keys, and the rows that are leased and granted to them. `ended` has some."""
         self.grant_max = max(1, config.primary_blocks // GRANT_MAX_SHARE)

@@ -11,7 +11,6 @@ The server's thread owns it. What must stay true:
 from __future__ import annotations
 
 import os
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,8 +25,6 @@ from tiered_kv.server.served_stack import KEYS_ALL_MAX, KEYS_MAX, REQUESTS_ALL_M
 from tiered_kv.server.session_request import SessionRequest, params_of
 from tiered_kv.tiering.pace import EngineCost
 
-ASKS_AGAIN_S = 60.0
-"""After how many seconds a tier that did not answer at once may be asked for the first block of a new prompt again."""
 ASKED_AGAIN_MAX = 512
 """Limit of the keys that a session looks up again in a step, since a tier may have answered meanwhile."""
 
@@ -288,9 +285,8 @@ class Session:
     def _lease_ready(self, request: SessionRequest, *, ends_at_miss: bool = False, is_new: bool = False) -> None:
         """Lease the ready blocks at the head of a request that waits in the engine's queue.
 
-        `ends_at_miss` says that no tier promotes the blocks behind the ready ones. Then a miss ends the prefix. So it
-        does for keys that `is_new` says have just come, where all tiers say at once that they lack the block: a new
-        prompt waits for no step, neither ours nor the engine's.
+        `ends_at_miss` says that no tier promotes the blocks behind the ready ones: then a miss ends the prefix. It also
+        does if `is_new` keys have just come, and all tiers lack the block: a new prompt waits for no step in vain.
         """
         codes, first, index = request.codes, request.answered, self.host.index
         if request.epoch != self.host.epoch or request.context.kv_transfer_params:  # the request may skip loads
@@ -307,7 +303,11 @@ class Session:
             rows.extend(self._ready_rows(request.keys[indexed:last]))
         end = first + len(rows)
         codes[first:end] = rows
-        if (ends_at_miss and end < last) or (is_new and end < len(codes) and self._seems_absent(request, end)):
+        is_missing = ends_at_miss and end < last
+        if is_new and end < len(codes):
+            self._introduce(request)
+            is_missing = self.host.quick_tiers.lack(request.keys[end], request.context)
+        if is_missing:
             primary = self.host.manager.primary
             for row in rows:
                 primary.table.step[row] = primary.step  # promoting the next one evicts none of these
@@ -316,21 +316,6 @@ class Session:
         self._answer(request, rows)
         if indexed < end:
             index.note(request.keys[first:end], rows)
-
-    def _seems_absent(self, request: SessionRequest, index: int) -> bool:
-        """Return whether all tiers say at once that they lack a block.
-
-        After a tier that has to ask its server no tier is asked for `ASKS_AGAIN_S`: the prefetch asks for many blocks
-        in one round trip.
-        """
-        now_s = time.monotonic()
-        if now_s < self.host.asks_again_s:
-            return False
-        self._introduce(request)
-        (answer,) = self.host.manager.contains_many(request.keys[index : index + 1], request.context)
-        if answer is None:
-            self.host.asks_again_s = now_s + ASKS_AGAIN_S
-        return answer is False
 
     def _ready_rows(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the rows of the ready blocks at the head of a prefix."""
