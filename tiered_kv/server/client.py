@@ -175,11 +175,11 @@ class AttachedManager(CacheManager):
             return
         request.is_ahead = False
         codes = request.rows.values()
-        waits = request.waits_for_answer or protocol.WAITING in codes
-        if waits or protocol.MISSING in codes:  # of an answer that is final it tells the cost, for later requests
-            cost = self.cost
+        if request.waits_for_answer or max(codes, default=0) > ROW_MAX:
+            waits, cost = request.waits_for_answer or protocol.WAITING in codes, self.cost
             seconds = (cost.block_s, cost.growth_s, cost.backlog_s, cost.notice_s)
-            body = protocol.EXPECTED.pack(blocks, before, is_whole, cost.stalled, *seconds)
+            expected = blocks if waits else 0  # with its final answer, it only tells the cost, for later requests
+            body = protocol.EXPECTED.pack(expected, before, is_whole, cost.stalled, *seconds)
             self.server.send(protocol.EXPECT, request.number, body=body)
             if waits:
                 request.asked_s, request.waits_for_answer = self._clock(), True
