@@ -212,6 +212,21 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [mine / other for mine, other in zip(ours, theirs, strict=True)]
 
 
+def print_sides(units: Mapping[str, str], samples: Sequence[Sequence[Mapping[str, float]]]) -> None:
+    """Print a line for each measure: medians of one or two sides, their ratio, and the spread of the last side.
+
+    Args:
+        units: What stands in a line, by the name of its measure.
+        samples: By side, what each round measured.
+    """
+    for name, label in units.items():
+        of_sides = [[sample[name] for sample in side] for side in samples]
+        medians = [statistics.median(values) for values in of_sides]
+        ratio = f"   {medians[1] / medians[0]:.3f} x" if len(medians) > 1 else ""
+        spread = f"{min(of_sides[-1]):.4g} to {max(of_sides[-1]):.4g}"
+        print(f"  {label:45} {'   '.join(f'{value:10.4g}' for value in medians)}{ratio}   ({spread})", flush=True)
+
+
 def in_turn(number: int, sides: Iterable[str]) -> list[str]:
     """Return the sides of a round: in their order, and in every second round reversed."""
     return list(sides)[:: -1 if number % 2 else 1]

@@ -235,6 +235,8 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(measure(arguments.one, arguments.policy, arguments.tenants)))
         return
+    from tests.performance.bench import print_sides  # an older build has none
+
     own = sys.executable, str(Path(__file__).resolve().parents[2])
     sides = [(*own, arguments.tenants)]
     if arguments.base:
@@ -248,12 +250,7 @@ def main() -> None:
             for side, side_samples in zip(sides, samples, strict=True):
                 side_samples.append(run(*side[:2], rows, arguments.policy, side[2]))
         print(f"{rows:,} rows, {arguments.policy}, {arguments.rounds} rounds")
-        for name, label in UNITS.items():
-            of_sides = [[sample[name] for sample in side_samples] for side_samples in samples]
-            medians = [statistics.median(values) for values in of_sides]
-            ratio = f"   {medians[1] / medians[0]:.3f} x" if len(medians) > 1 else ""
-            spread = f"{min(of_sides[-1]):.4g} to {max(of_sides[-1]):.4g}"
-            print(f"  {label:45} {'   '.join(f'{value:10.4g}' for value in medians)}{ratio}   ({spread})", flush=True)
+        print_sides(UNITS, samples)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import select
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -116,7 +115,7 @@ def run(python: str, checkout: str, rows: int) -> dict[str, float]:
 
 
 def main() -> None:
-    from tests.performance.bench import command_line
+    from tests.performance.bench import command_line, print_sides  # an older build has not all of it
 
     parser = command_line(__doc__)
     parser.add_argument("--rows", default="10000,100000,1000000", help="numbers of rows, with commas")
@@ -133,12 +132,7 @@ def main() -> None:
             for side, of_side in zip(sides, samples, strict=True):
                 of_side.append(run(*side, rows))
         print(f"{rows:,} rows, {arguments.rounds} rounds")
-        for name, label in UNITS.items():
-            of_sides = [[sample[name] for sample in of_side] for of_side in samples]
-            medians = [statistics.median(values) for values in of_sides]
-            ratio = f"   {medians[1] / medians[0]:.3f} x" if len(medians) > 1 else ""
-            spread = f"{min(of_sides[-1]):.4g} to {max(of_sides[-1]):.4g}"
-            print(f"  {label:40} {'   '.join(f'{value:10.4g}' for value in medians)}{ratio}   ({spread})", flush=True)
+        print_sides(UNITS, samples)
 
 
 if __name__ == "__main__":
